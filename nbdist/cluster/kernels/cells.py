@@ -40,27 +40,25 @@ from nbdist.cluster.output.outlet import Outlet
 from nbdist.cluster.output.sinks import Sink
 
 _log = logging.getLogger("nbdist.cluster")
+# Seconds after a reply within which the kernel must report idle. A flood of output can drop that report.
 _IDLE_WITHIN = 10.0
-"""Seconds after a reply within which the kernel must report idle. A flood of output can drop that report."""
 
+# Seconds after a kernel reports idle within which its reply must arrive. An interrupt can drop the reply.
 _REPLY_WITHIN = 1.0
-"""Seconds after a kernel reports idle within which its reply must arrive. An interrupt can drop the reply."""
 
+# Seconds for which an error message is held back, because it may be the error that ends the cell. The reply that ends a
+# failed cell arrives sooner; after this time the error is shown as ordinary output.
 _ERROR_HELD_FOR = 3.0
-"""Seconds for which an error message is held back, because it may be the error that ends the cell.
 
-The reply that ends a failed cell arrives sooner; after this time the error is shown as ordinary output.
-"""
-
+# Seconds after a worker's failure until a notice says that others still run; no notice if they end sooner.
 _NOTICE_AFTER = 0.3
-"""Seconds after a worker's failure until a notice says that others still run; no notice if they end sooner."""
 
+# Seconds until that notice with ``fail_fast``, which ends the others, some only by breaking their collective off.
 _FAST_NOTICE_AFTER = 1.0
-"""Seconds until that notice with ``fail_fast``, which ends the others, some only by breaking their collective off."""
 
-_END_OF_INPUT = "\x04"
-"""The answer for which ipykernel raises EOFError in the function that asked for input."""
+_END_OF_INPUT = "\x04"  # for this answer ipykernel raises EOFError in the function that asked for input
 
+# Errors for which no `%debug` hint is shown: they leave no frame of the user's code on the worker, or no worker.
 _WITHOUT_DEBUG_HINT = {
     "Aborted",
     "IndentationError",
@@ -70,10 +68,8 @@ _WITHOUT_DEBUG_HINT = {
     "UsageError",
     "WorkerLost",
 }
-"""Errors for which no `%debug` hint is shown: they leave no frame of the user's code on the worker, or no worker."""
 
-_OUTPUTS = ("stream", "display_data", "execute_result", "error")
-"""The message types that `Cell.outputs` keeps."""
+_OUTPUTS = ("stream", "display_data", "execute_result", "error")  # the message types that `Cell.outputs` keeps
 
 
 @dataclass
@@ -81,35 +77,26 @@ class CellPart:
     """One worker's share of a cell."""
 
     worker: str
-    id: str
-    """The id of the execute request that was sent to this worker."""
-    incarnation: int | None = None
-    """The incarnation of the worker's agent that was sent the cell; None before."""
-    began: float | None = None
-    """When the kernel reported that the code starts, by `time.monotonic`; None before."""
-    when_begun: list[Callable[[], None]] = field(default_factory=list)
-    """Callbacks for the kernel thread to call once, when the code starts."""
-    idle: bool = False
-    """True once the kernel has reported idle, or that report counts as lost."""
-    reply: Mapping[str, Any] | None = None
-    """The content of the kernel's ``execute_reply``."""
+    id: str  # of the execute request that was sent to this worker
+    incarnation: int | None = None  # of the agent that was sent the cell; None before
+    began: float | None = None  # by `time.monotonic`
+    when_begun: list[Callable[[], None]] = field(default_factory=list)  # called once, in the kernel thread
+    idle: bool = False  # True once the kernel has said so, or that report counts as lost
+    reply: Mapping[str, Any] | None = None  # the content of the kernel's ``execute_reply``
     error: WorkerError | None = None
     done: bool = False
+    # A line for the traceback: an interrupt has broken this worker's process group; "" if it has not.
     note: str = ""
-    """A line for the traceback: an interrupt has broken this worker's process group; "" if it has not."""
+    # The number of interrupts that break a collective off on the worker now. The cell ends there after them.
     breaks_off: int = 0
-    """The number of interrupts that break a collective off on the worker now. The cell ends there after them."""
-    outputs: list[dict[str, Any]] = field(default_factory=list)
-    """The outputs so far, in the format of a notebook file."""
+    outputs: list[dict[str, Any]] = field(default_factory=list)  # so far, in the format of a notebook file
+    # An error that may be the one that ends the cell, and all output that followed it; not shown yet.
     held: list[Published] = field(default_factory=list)
-    """An error that may be the one that ends the cell, and all output that followed it; not shown yet."""
 
     def begin(self) -> None:
-        """Note that the code of the cell starts on the worker. From now on its kernel reacts to SIGINT.
-
-        Runs the callbacks in `when_begun`, such as an interrupt that came before the cell began.
-        """
+        """Note that the code of the cell starts on the worker. From now on its kernel reacts to SIGINT."""
         self.began = time.monotonic()
+        # Such as an interrupt that came before the cell began.
         actions, self.when_begun = self.when_begun, []
         for action in actions:
             action()
@@ -148,13 +135,12 @@ class Cell:
 
         ``interrupt(cell)`` interrupts the workers and returns a text for each worker that does not stop.
         ``answer(worker, text, request)`` sends the user's input to a worker. ``number`` is the number that the cell has
-        in tracebacks (``In[3]``) and in the workers' print logs, ``above`` the number of lines above the code in the
-        notebook's cell. ``foreground`` means that a caller waits for the cell; a ``quiet`` cell shows neither its
-        result nor notices; ``fail_fast`` interrupts the other workers when one fails.
+        in tracebacks and print logs, ``above`` the number of lines above the code in the notebook's cell.
+        ``foreground`` means that a caller waits for the cell; a ``quiet`` cell shows neither its result nor notices.
         """
         self.code = code
+        # Below as many empty lines as stand above the code in the page's cell, so that line numbers agree.
         self.source = moved_down(code, above)
-        """The code below as many empty lines as stand above it in the page's cell, so that line numbers agree."""
         self.sink = sink
         self.parts = {worker: CellPart(worker, new_id()) for worker in workers}
         self._outlet = Outlet(thread, arranger, sink, number)
@@ -180,14 +166,13 @@ class Cell:
         """Called when the last worker has ended the cell; it calls ``end`` once, at once or later."""
         self.why_late: Callable[[], Sequence[str]] = tuple
         """Returns texts that say what keeps the workers; for the error of a time limit."""
+        # True once `wait` or ``await`` has raised the cell's error, so that nothing publishes it again.
         self._error_shown = False
-        """True once `wait` or ``await`` has raised the cell's error, so that nothing publishes it again."""
+        # A token for each `wait` and ``await`` at the moment: these will raise the cell's error.
         self._waiting: set[object] = set()
-        """A token for each `wait` and ``await`` at the moment: these will raise the cell's error."""
         self.last_output = time.monotonic()
         """When a worker last sent output or asked for input, by `time.monotonic`; at first, when the cell was made."""
-        self._told: set[str] = set()
-        """The workers whose errors a notice has reported."""
+        self._told: set[str] = set()  # the workers whose errors a notice has reported
 
     def __repr__(self) -> str:
         state = "done" if self.done else f"running on {say_names(self.running) or 'nothing'}"
@@ -251,11 +236,9 @@ class Cell:
         return [f"To look around where it failed: `%debug` in a cell of `%%remote {found}`"] if found else []
 
     def _own_errors(self) -> list[WorkerError]:
-        """Return the errors of the workers; with ``fail_fast``, no KeyboardInterrupt if there is another error.
-
-        With ``fail_fast``, the first error interrupts the other workers, so their interrupts explain nothing.
-        """
+        """Return the errors of the workers, without those that explain nothing."""
         errors = self.errors
+        # With ``fail_fast``, the first error interrupts the other workers: these KeyboardInterrupts are no causes.
         causes = [error for error in errors if error.name != "KeyboardInterrupt"]
         return causes if self._fail_fast and causes else errors
 
@@ -304,7 +287,7 @@ class Cell:
                     if event is not None:
                         self._ask(*event)
         except KeyboardInterrupt:
-            if self._finished and not self.running:
+            if self._finished and not self.running:  # the cell has ended: there is nothing to interrupt
                 raise
             raise self._interruption(self._stop()) from None
         finally:
@@ -325,7 +308,7 @@ class Cell:
         ended = loop.create_future()
 
         def end() -> None:
-            if not ended.done():
+            if not ended.done():  # a cancelled ``await`` has ended already
                 ended.set_result(None)
 
         token = object()
@@ -365,20 +348,13 @@ class Cell:
             self._stop()
 
     def _stop(self) -> Sequence[str]:
-        """Interrupt the workers; return a text for each that does not stop.
-
-        In the kernel thread this does not wait, and returns no texts.
-        """
-        self.interrupted = True
+        """Interrupt the workers; return a text for each that does not stop. Does not wait in the kernel thread."""
+        self.interrupted = True  # first: the errors that now come are no failures
         return self._interrupt(self)
 
     def _time_out(self, timeout: float, late: Sequence[str]) -> None:
-        """Interrupt the workers that still run, and raise CellTimeout, which names them. Never returns.
-
-        Called by the thread that waits for the cell, with the workers that still ran. Outputs and errors so far stay in
-        the cell.
-        """
-        reasons = self.why_late()
+        """Interrupt the workers that still run, and raise CellTimeout, which names them. Never returns."""
+        reasons = self.why_late()  # before the interrupt, after which no worker waits
         stuck = self._stop()
         text = f"{say_names(late)} did not end the cell within {timeout:g} s"
         error = CellTimeout("; ".join([text, *reasons, *say_stopped(self.errors), *stuck]))
@@ -387,10 +363,7 @@ class Cell:
         raise error
 
     def _interruption(self, stuck: Sequence[str]) -> CellInterrupted:
-        """Make the KeyboardInterrupt that says where the workers stopped, and which did not stop.
-
-        It is returned, not raised. ``stuck`` has a text for each worker that did not stop.
-        """
+        """Return the KeyboardInterrupt that says where the workers stopped, and which did not stop."""
         error = CellInterrupted("; ".join([*say_stopped(self.errors), *stuck]))
         error.traceback = [*self._where_interrupted(), *stuck] or ["KeyboardInterrupt"]
         return error
@@ -402,15 +375,11 @@ class Cell:
         return [*make_error(errors, len(self.parts)).traceback, *notes] if errors else notes
 
     def _hand_on_payload(self) -> None:
-        """Pass on the requests to the front end in the workers' replies, such as to show a help page or fill in a cell.
-
-        Passes on one request of each kind: the first worker's. Drops a request to end the kernel, which means the
-        worker's kernel. Does nothing for a background or quiet cell.
-        """
+        """Pass on the requests to the front end in the workers' replies, such as to show a help page."""
         found: dict[str, Mapping[str, Any]] = {}
         for part in self.parts.values():
             for payload in (part.reply or {}).get("payload", ()):
-                found.setdefault(payload.get("source", ""), payload)
+                found.setdefault(payload.get("source", ""), payload)  # one of each kind: the first worker's
         found.pop("ask_exit", None)  # ends the worker's kernel, not the notebook's
         if self._foreground and not self._quiet:
             for payload in found.values():
@@ -419,15 +388,13 @@ class Cell:
     def _ask(self, worker: str, request: Message) -> None:
         """Ask the user for the input that a worker wants (``input()`` on the worker), wait, and send the answer.
 
-        `wait` calls this, in the thread that called `wait`. In a notebook this must be the main thread. If standard
-        input is at its end here, ``input()`` raises EOFError on the worker. After any other error, the cell is
-        interrupted, and the error is raised here.
+        `wait` calls this, in its own thread. In a notebook this must be the main thread.
         """
         content = request["content"]
         prompt = content["prompt"] if len(self.parts) == 1 else f"[{worker}] {content['prompt']}"
         try:
             text = getpass(prompt) if content.get("password") else input(prompt)
-        except EOFError:
+        except EOFError:  # standard input is at its end here
             text = _END_OF_INPUT
         except Exception:
             self._stop()  # else the worker would wait for ever
@@ -441,10 +408,7 @@ class Cell:
         self._part_ended = action
 
     def on_output(self, worker: str, message: Message) -> None:
-        """Handle a message of a worker's output channel that belongs to this cell.
-
-        The kernel thread calls this. Output that arrives after the worker's end, from its threads, is shown too.
-        """
+        """Handle a message of a worker's output channel that belongs to this cell."""
         kind, content = message["msg_type"], message["content"]
         part = self.parts[worker]
         if kind == "status":
@@ -459,10 +423,7 @@ class Cell:
             self._show_or_hold(part, published)
 
     def on_reply(self, worker: str, content: Mapping[str, Any]) -> None:
-        """Handle a worker's reply to the execute request. In the kernel thread.
-
-        The cell ends on this worker once the kernel is idle as well, or `_IDLE_WITHIN` seconds later.
-        """
+        """Handle a worker's reply to the execute request."""
         part = self.parts[worker]
         part.reply = content
         if content["status"] in ("aborted", "abort"):
@@ -471,30 +432,21 @@ class Cell:
             )
         self._maybe_end(part)
         if not part.done:
+            # The cell ends here once the kernel is idle as well, or without that report.
             self._thread.loop.call_later(_IDLE_WITHIN, self._idle_is_lost, part)
 
     def _idle_is_lost(self, part: CellPart) -> None:
-        """End the cell on a worker whose kernel has replied and has not reported idle in time. In the kernel thread.
-
-        Does nothing if the cell has ended there meanwhile.
-        """
         part.idle = True
         self._maybe_end(part)
 
     def on_input(self, worker: str, request: Message) -> None:
-        """Show the worker's output so far, and pass its request for input to the thread that waits.
-
-        The kernel thread calls this. The request is kept until a thread is in `wait`, which asks the user by `_ask`.
-        """
+        """Show the worker's output so far, and pass its request for input to the thread that waits."""
         self.last_output = time.monotonic()
         self._remember(self.parts[worker], self._outlet.release(worker))  # the text that the user has to answer
-        self._events.put((worker, request))
+        self._events.put((worker, request))  # kept until a thread is in `wait`
 
     def on_lost(self, worker: str, why: str) -> None:
-        """Fail the part of a worker that has died; ``why`` follows the worker's name in the error's text.
-
-        Does nothing if the worker had ended the cell before it died.
-        """
+        """Fail the part of a worker that has died; ``why`` follows the worker's name in the error's text."""
         part = self.parts[worker]
         if part.done:
             return
@@ -503,10 +455,6 @@ class Cell:
         self._end_part(part)
 
     def _on_status(self, part: CellPart, state: str) -> None:
-        """Note that a worker's kernel is idle; ignore other states.
-
-        The cell ends on this worker when the reply is there too, or `_REPLY_WITHIN` seconds later.
-        """
         if state == "idle":
             part.idle = True
             self._maybe_end(part)
@@ -514,25 +462,19 @@ class Cell:
                 self._thread.loop.call_later(_REPLY_WITHIN, self._reply_is_lost, part)
 
     def _reply_is_lost(self, part: CellPart) -> None:
-        """End the cell on a worker whose kernel is idle, without a reply.
-
-        Its error is the last one that is held back (`CellPart.held`), else KeyboardInterrupt. Does nothing if the reply
-        has come, or the cell has ended there. Waits on while a collective is broken off.
-        """
+        """End the cell on a worker whose kernel is idle, without a reply."""
         if part.done or part.reply is not None:
             return
         if part.breaks_off:
             self._thread.loop.call_later(_REPLY_WITHIN, self._reply_is_lost, part)
         else:
+            # Without a reply, the last error message is the error; without any, an interrupt has ended the cell.
             if not self._take_error(part, None):
                 part.error = WorkerError(part.worker, "KeyboardInterrupt", "", ("KeyboardInterrupt",))
             self._end_part(part)
 
     def _fail_part(self, part: CellPart, content: Mapping[str, Any]) -> None:
-        """Set the error of the cell on a worker from an ``error`` message or a reply.
-
-        If a NameError misses a name that is a variable of the notebook, the traceback gets a hint to `%dist_push`.
-        """
+        """Set the error of the cell on a worker from an ``error`` message or a reply."""
         traceback = tuple(content.get("traceback", ()))
         if content["ename"] == "NameError" and (name := labels.missing_here(content["evalue"])):
             traceback = (
@@ -542,10 +484,7 @@ class Cell:
         part.error = WorkerError(part.worker, content["ename"], content["evalue"], traceback)
 
     def on_broken_off(self, part: CellPart, note: str) -> None:
-        """End the wait for a collective that an interrupt breaks off; ``note`` is for `CellPart.note`.
-
-        In the kernel thread.
-        """
+        """End the wait for a collective that an interrupt breaks off; ``note`` is for `CellPart.note`."""
         part.breaks_off -= 1
         part.note = part.note or note
         self._maybe_end(part)
@@ -553,10 +492,10 @@ class Cell:
     def _take_error(self, part: CellPart, name: str | None) -> bool:
         """Make the last error message in `CellPart.held` the error of a part, if its class is called ``name``.
 
-        If so, removes the message and returns True; else returns False. None stands for any error, and so does
-        ``"NoneType"``, which a kernel replies if the error's ``repr`` fails.
+        If so, removes the message and returns True. None stands for any error.
         """
         errors = [message for message in part.held if message.kind == "error"]
+        # A kernel replies "NoneType" if the ``repr`` of the error fails.
         if not errors or name not in (None, "NoneType", errors[-1].content["ename"]):
             return False
         part.held = [message for message in part.held if message is not errors[-1]]
@@ -564,10 +503,7 @@ class Cell:
         return True
 
     def _maybe_end(self, part: CellPart) -> None:
-        """End the cell on a worker once its kernel has both replied and reported idle, and no collective is broken off.
-
-        Called whenever one of the three happens; does nothing if the cell has ended there.
-        """
+        """End the cell on a worker once its kernel has replied and is idle, and no collective is broken off."""
         if not part.idle or part.reply is None or part.breaks_off or part.done:
             return
         if part.reply["status"] == "error" and not self._take_error(part, part.reply["ename"]):
@@ -575,10 +511,7 @@ class Cell:
         self._end_part(part)
 
     def _end_part(self, part: CellPart) -> None:
-        """End the cell on a worker; end the whole cell if this was its last worker.
-
-        In the kernel thread, once for each worker. With ``fail_fast``, an error also interrupts the other workers.
-        """
+        """End the cell on a worker; end the whole cell if this was its last worker. Once for each worker."""
         part.done = True
         self._part_ended(self, part.worker)
         try:
@@ -596,28 +529,20 @@ class Cell:
                 self.before_end(self, self._tell_end)
 
     def _tell_failed(self) -> None:
-        """Show a notice below the cell that names the workers that have failed, while others still run.
-
-        Each failure is told once. There is no notice after an interrupt by the user or the cell's end, for a quiet
-        cell, or where no user watches (`Sink.interactive` is False).
-        """
+        """Show a notice below the cell that names the workers that have failed, while others still run."""
         interrupted = self.interrupted and not self._fail_fast
         if self._finished or interrupted or self._quiet or not self.sink.interactive:
             return
         errors = [error for error in self._own_errors() if error.worker not in self._told]
-        self._told.update(error.worker for error in errors)
+        self._told.update(error.worker for error in errors)  # each failure is told once
         if errors:
             ends = self.sink.stop_says if self._foreground else "its cancel() ends"
             text = say_failed(errors, self.running, ends)
             self.sink.page.publish(Published("stream", {"name": "stderr", "text": text}))
 
     def _tell_end(self) -> None:
-        """Mark the cell as done, wake the waiting threads, and call the callbacks of `when_done`.
-
-        Called once, in the kernel thread. An error of a callback is logged, and the others still run. A background cell
-        shows its error, unless ``wait`` or ``await`` has raised it or will.
-        """
-        is_awaited = bool(self._waiting)
+        """Mark the cell as done, wake the waiting threads, and call the callbacks of `when_done`. Called once."""
+        is_awaited = bool(self._waiting)  # before the waiting threads wake, and leave `_waiting`
         self._finished = True
         self._events.put(None)
         actions, self._when_done = self._when_done, []
@@ -626,19 +551,18 @@ class Cell:
                 action()
             except Exception:  # such as an event loop that has closed; the other callbacks must still run
                 _log.exception("a callback for the end of a cell failed")
+        # A background cell, whose error nobody has seen or will see.
         if not self._foreground and not self._error_shown and not is_awaited:
             error = self.error()
             if error is not None:
                 self.sink.publish(Published("error", error_content(error)))
 
     def _show_or_hold(self, part: CellPart, message: Published) -> None:
-        """Show a message of a worker now, or keep it in `CellPart.held`.
-
-        An error message may be the one that ends the cell, and `wait` then raises it: so it is held, with the text that
-        follows, until the cell ends there, output other than text follows, or `_ERROR_HELD_FOR` seconds have passed.
-        """
+        """Show a message of a worker now, or keep it in `CellPart.held`."""
         if message.kind in _OUTPUTS and message.kind != "stream":
             self._show_held(part)  # an error that is followed by more than text did not end the cell
+        # It may be the error that ends the cell, which `wait` then raises: so it is held, with the text that follows,
+        # until the cell ends here, output other than text follows, or `_ERROR_HELD_FOR` seconds have passed.
         if message.kind == "error" and not part.done:
             part.held.append(message)
             self._thread.loop.call_later(_ERROR_HELD_FOR, self._show_held, part, message)
@@ -652,14 +576,10 @@ class Cell:
         self._remember(part, self._outlet.feed(part.worker, message))
 
     def _show_held(self, part: CellPart, error: Published | None = None) -> None:
-        """Show the messages in `CellPart.held`, and empty it.
-
-        With ``error``, only if that error message is still the first there, and no collective is broken off: else the
-        cell ends soon, with this error.
-        """
+        """Show the messages in `CellPart.held`, and empty it; with ``error``, only if that one is still the first."""
         if error is not None and (not part.held or part.held[0] is not error):
             return
-        if error is not None and part.breaks_off:
+        if error is not None and part.breaks_off:  # the cell ends soon, with this error
             self._thread.loop.call_later(_ERROR_HELD_FOR, self._show_held, part, error)
             return
         held, part.held = part.held, []

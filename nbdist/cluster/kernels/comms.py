@@ -23,31 +23,28 @@ from nbdist.cluster.kernels.workers import Worker
 from nbdist.cluster.output.arranger import Published
 from nbdist.cluster.output.sinks import Sink, sink_of
 
+# Seconds to wait for an idle worker to handle a message of the front end. Meanwhile the notebook counts as busy.
 _HANDLED_WITHIN = 1.0
-"""Seconds to wait for an idle worker to handle a message of the front end. Meanwhile the notebook counts as busy."""
 
+# So many messages of the front end are kept, to recognise the workers' output for them.
 _MESSAGES_KEPT = 1000
-"""The number of messages of the front end that are kept, to recognise the workers' output for them."""
 
 
 class Relayed:
-    """A message of the front end that a worker handles; publishes the worker's output for it as the message's own."""
+    """A message of the front end that a worker handles; publishes the worker's output for it as the message's own.
 
-    number = 0
-    """The number of the cell that the output belongs to: 0, as it belongs to none."""
+    `handled` is set once the worker is idle again.
+    """
+
+    number = 0  # of the cell that the output belongs to: none
 
     def __init__(self, sink: Sink) -> None:
         self._sink = sink
-        self.id = ""
-        """The id of the message to the worker; "" until it is sent."""
+        self.id = ""  # of the message to the worker; "" until it is sent
         self.handled = threading.Event()
-        """Set when the worker has handled the message."""
 
     def on_output(self, worker: str, message: Message) -> None:
-        """Handle a message of the worker's output channel that belongs to this one. Called in the kernel thread.
-
-        `handled` is set once the worker is idle again.
-        """
+        """Handle a message of the worker's output channel that belongs to this one. Called in the kernel thread."""
         kind, content = message["msg_type"], message["content"]
         if kind == "status":
             if content["execution_state"] == "idle":
@@ -63,23 +60,16 @@ class _StandIn:
     def __init__(self, relay: Comms, worker: Worker, message: Message) -> None:
         self._relay = relay
         self.worker = worker
-        self.life = worker.lives
-        """The worker's life in which the comm was opened; a restart closes its comms."""
+        self.life = worker.lives  # a restart closes the comms of the worker's earlier life
         self.comm_id = message["content"]["comm_id"]
         self.target_name = message["content"]["target_name"]
 
     def handle_msg(self, message: Message) -> None:
-        """Pass a message of the front end to the worker's comm; wait up to 1 s if the worker is idle.
-
-        Does nothing if the worker has died or was restarted.
-        """
+        """Pass a message of the front end to the worker's comm: see `Comms.to_worker`."""
         self._relay.to_worker(self, "comm_msg", message)
 
     def handle_close(self, message: Message) -> None:
-        """Tell the worker that the front end has closed the comm; wait up to 1 s if the worker is idle.
-
-        Does nothing if the worker has died or was restarted.
-        """
+        """Tell the worker that the front end has closed the comm: see `Comms.to_worker`."""
         self._relay.to_worker(self, "comm_close", message)
 
 
@@ -92,23 +82,17 @@ class Comms:
         self._relayed: OrderedDict[str, Relayed] = OrderedDict()
 
     def find(self, message: Message) -> Relayed | None:
-        """Return the `Relayed` that shows a worker's message which belongs to no cell; None if there is none.
-
-        The message belongs to a message of the front end that the worker has handled, by its parent id. A comm message
-        without a known parent gets a new `Relayed`, which shows it outside of any cell.
-        """
+        """Return the `Relayed` that shows a worker's message which belongs to no cell; None if there is none."""
         found = self._relayed.get(message["parent_header"].get("msg_id", ""))
+        # Without a known cause, such as from a thread: shown outside of any cell.
         if found is None and message["msg_type"].startswith("comm_"):
             return Relayed(sink_of({}))
         return found
 
     def from_worker(self, worker: Worker, message: Message) -> None:
-        """Register the comm that a worker opens, or remove the one that it closes. Does not show the message itself.
-
-        Does nothing in a process without a kernel, such as a script.
-        """
+        """Register the comm that a worker opens, or remove the one that it closes. Does not show the message itself."""
         id, manager = message["content"]["comm_id"], _manager()
-        if manager is None:
+        if manager is None:  # no kernel, as in a script
             return
         if message["msg_type"] == "comm_open":
             manager.comms[id] = self._open[id] = _StandIn(self, worker, message)
@@ -132,12 +116,9 @@ class Comms:
             relayed.handled.wait(_HANDLED_WITHIN)
 
     def _send(self, relayed: Relayed, comm: _StandIn, kind: str, message: Message) -> None:
-        """Send the front end's message to the comm's worker; do nothing if it is dead. Called in the kernel thread.
-
-        The worker's output for it is shown as long as it is one of the newest `_MESSAGES_KEPT` messages.
-        """
+        """Send the front end's message to the comm's worker, in the kernel thread."""
         kernel = comm.worker.kernel
-        if not comm.worker.alive or kernel is None:
+        if not comm.worker.alive or kernel is None:  # it may have died since `to_worker` looked
             return
         buffers = [bytes(buffer) for buffer in message.get("buffers") or ()]
         metadata = message.get("metadata") or {}
@@ -147,10 +128,7 @@ class Comms:
             self._relayed.popitem(last=False)
 
     def close(self) -> None:
-        """Remove the workers' comms from the notebook's comm manager.
-
-        The front end is not told. A second call does nothing.
-        """
+        """Remove the workers' comms from the notebook's comm manager. The front end is not told."""
         manager = _manager()
         for id in list(self._open):
             if manager is not None:
@@ -159,8 +137,5 @@ class Comms:
 
 
 def _manager() -> Any:
-    """Return the comm manager of this process's kernel; None without a kernel.
-
-    Old versions of ipykernel do not use the package ``comm``, so its manager would be another one.
-    """
+    # Not from the package ``comm``, which old versions of ipykernel do not use.
     return getattr(getattr(get_ipython(), "kernel", None), "comm_manager", None)

@@ -8,16 +8,14 @@ from collections.abc import Sequence
 from nbdist.code_places import is_of_cell, is_users
 
 _LINES = 5
-_GLOO_CONNECTS = "[Gloo] Rank "
-"""The start of the line that torch 2.10 writes when a process group forms."""
+_GLOO_CONNECTS = "[Gloo] Rank "  # torch 2.10 writes such a line when a process group forms
 _PYTHON = re.compile(r"Fatal Python error[^\n]*")
 _CPLUSPLUS = re.compile(r"terminate called (?:(?!Fatal Python)[^\n])*")
-_WHAT = re.compile(r"^ *what\(\):[^\n]*", re.MULTILINE)
-"""The text of an error of C++, in a line after that."""
+_WHAT = re.compile(r"^ *what\(\):[^\n]*", re.MULTILINE)  # the text of an error of C++
 _THREAD = re.compile(r"\(most recent call first\):\n(?:(?!\n\n).)*", re.DOTALL)
 _FRAME = re.compile(r'^ +File "([^"]+)", line \d+ in .*$', re.MULTILINE)
+# The words with which gloo ends the process that receives more bytes than it expects.
 _TOO_LONG = re.compile(r"op\.preamble\.length <= op\.nbytes\. (\d+) vs (\d+)")
-"""The words with which gloo ends the process that receives more bytes than it expects."""
 
 
 def lines_that_say_why(text: str, other: Sequence[str]) -> list[str]:
@@ -36,6 +34,7 @@ def lines_that_say_why(text: str, other: Sequence[str]) -> list[str]:
         received, expected = found.groups()
         said = "gloo: the workers gave tensors of different sizes to a collective"
         reasons.insert(0, f"{said}: this one expected {expected} bytes and was sent {received}")
+    # The stack of the thread with code of a cell, if there is one; else the first.
     threads = [[each for each in _FRAME.finditer(thread[0]) if _is_users(each[1])] for thread in _THREAD.finditer(text)]
     shown = max(threads, key=lambda frames: any(is_of_cell(each[1]) for each in frames), default=[])
     return reasons + [each[0] for each in shown[:_LINES]]

@@ -8,10 +8,9 @@ from nbdist.amounts import plural
 from nbdist.cluster.errors import WorkerError
 from nbdist.cluster.output.arranger import grouped, label_of, say_names
 
+# Errors that an interrupt raises, in a plain cell and in a cell with ``await``.
 _INTERRUPTS = ("KeyboardInterrupt", "CancelledError")
-"""The names of errors that an interrupt raises, in a plain cell and in a cell with ``await``."""
-_TEXT_SHOWN = 200
-"""Characters of an error's text that a notice shows; the traceback at the cell's end has all."""
+_TEXT_SHOWN = 200  # characters of an error's text; the traceback at the cell's end has all
 
 
 def say_failed(errors: Sequence[WorkerError], running: Sequence[str], ends: str) -> str:
@@ -35,7 +34,6 @@ def say_stopped(errors: Sequence[WorkerError]) -> list[str]:
 
 
 def _in_one_line(error: WorkerError) -> str:
-    """Return an error in one line, cut to `_TEXT_SHOWN` characters."""
     text = error.text.strip().partition("\n")[0]
     text = text if len(text) <= _TEXT_SHOWN else f"{text[:_TEXT_SHOWN]}…"
     return f"{error.name}: {text}" if text else error.name

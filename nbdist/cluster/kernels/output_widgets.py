@@ -7,10 +7,10 @@ from typing import Any
 
 
 def own_request(content: Mapping[str, Any], theirs: str, ours: str) -> Mapping[str, Any]:
-    """Return a comm message in which the notebook's request id replaces the worker's.
+    """Return a comm message in which the notebook's request id, ``ours``, replaces the worker's, ``theirs``.
 
-    An ``Output`` widget sends this id, ``msg_id``, to the front end, which captures the output of that request.
-    ``theirs`` is the id on the worker, ``ours`` the notebook's. A message without that id is returned as it is.
+    An ``Output`` widget sends this id, ``msg_id``, to the front end, which captures the output of that request. A
+    message without that id is returned as it is.
     """
     data = content.get("data")
     state = data.get("state") if isinstance(data, Mapping) else None

@@ -29,18 +29,17 @@ from nbdist.cluster.kernels.comms import Comms
 from nbdist.cluster.kernels.workers import Worker
 from nbdist.cluster.output.origins import Origin, Origins
 
+# The number of execute requests, one for each worker of a cell, whose cells are kept for late output.
 _CELLS_KEPT = 2000
-"""The number of execute requests, one for each worker of a cell, whose cells are kept for late output.
-
-The oldest request of a cell that has ended is forgotten first.
-"""
 
 
 class Router:
-    """Knows to which cell a message belongs. All methods but `settle` are for the kernel thread."""
+    """Knows to which cell a message belongs. All methods but `settle` are for the kernel thread.
+
+    ``names()`` returns the names of the workers, of which there may be more later.
+    """
 
     def __init__(self, thread: KernelThread, names: Callable[[], Sequence[str]]) -> None:
-        """Know no message yet; ``names()`` returns the names of the workers, of which there may be more later."""
         self.origins = Origins(thread, names)
         self.comms = Comms(thread)
         self._thread = thread
@@ -48,22 +47,16 @@ class Router:
         self._fences: dict[str, _Fence] = {}
 
     def expect(self, id: str, cell: Cell) -> None:
-        """Register a cell for the messages that belong to the request ``id``.
-
-        Called before the request is sent. If there are more than `_CELLS_KEPT` requests, forgets the oldest one whose
-        cell has ended.
-        """
+        """Register a cell for the messages that belong to the request ``id``. Called before the request is sent."""
         self._cells[id] = cell
         if len(self._cells) > _CELLS_KEPT:
+            # The oldest request whose cell has ended: a cell that runs keeps its place, however many there are.
             done = next((old for old, known in self._cells.items() if known.done), None)
             if done is not None:
                 del self._cells[done]
 
     def on_message(self, worker: Worker, channel: str, message: Message) -> None:
-        """Handle a message of a kernel that is not a reply to `Kernel.ask`.
-
-        A reply or a request for input whose cell is not known is dropped.
-        """
+        """Handle a message of a kernel that is not a reply to `Kernel.ask`."""
         if channel == "iopub":
             self._on_output(worker, message)
             return
@@ -74,13 +67,10 @@ class Router:
             cell.on_input(worker.name, message)
 
     def _on_output(self, worker: Worker, message: Message) -> None:
-        """Find the cell, call or widget message to which output belongs, and pass the output on.
-
-        Text also goes to the worker's print log. Output without a known cause is not shown.
-        """
+        """Find the cell, call or widget message to which output belongs, and pass the output on."""
         kind, content = message["msg_type"], message["content"]
         if kind == FENCE:
-            if (fence := self._fences.get(content["token"])) is not None:
+            if (fence := self._fences.get(content["token"])) is not None:  # else `settle` waits for it no more
                 fence.pass_one()
             return
         if kind == NAMES:
@@ -97,6 +87,7 @@ class Router:
             self.comms.from_worker(worker, message)
         found = self._cells.get(id) or self.origins.find(id) or self.comms.find(message)
         if kind == "stream":
+            # Also text without a known cause, which no cell shows: `%dist_log` has it.
             worker.remember(content["name"], content["text"], found.number if found is not None else 0)
         if found is not None:
             found.on_output(worker.name, message)
@@ -107,10 +98,10 @@ class Router:
         """Show the output of a cell's calls (RPCs), once all of it has arrived, or after ``within`` seconds.
 
         ``origin`` is the notebook's cell. ``ask(worker, token)`` makes a worker send a message with the token after its
-        output so far, and returns whether the worker could be asked. Blocks the calling thread, which must not be the
-        kernel thread.
+        output so far, and returns whether the worker could be asked. Must not be called in the kernel thread.
         """
         token = os.urandom(8).hex()
+        # Before the first worker is asked, whose message may come at once.
         self._fences[token] = fence = _Fence(len(workers))
         for worker in workers:
             if not ask(worker.name, token):
@@ -125,7 +116,7 @@ class Router:
 
 
 class _Fence:
-    """Counts the workers that have sent all their output so far, and sets `all_passed` at the last of ``awaited``."""
+    """Counts the workers that have sent all their output so far; sets `all_passed` at the last one."""
 
     def __init__(self, awaited: int) -> None:
         self.all_passed = threading.Event()
@@ -133,7 +124,7 @@ class _Fence:
         self._lock = threading.Lock()
 
     def pass_one(self) -> None:
-        """Count one worker: the message after its output has arrived, or it could not be asked. In any thread."""
+        """Count one worker: its message has arrived, or it could not be asked. In any thread."""
         with self._lock:
             self._awaited -= 1
             if self._awaited <= 0:

@@ -7,22 +7,17 @@ from typing import NamedTuple
 
 from nbdist.amounts import size
 
-KEPT = 30
-"""The number of sightings of a worker that are kept: of a minute, while its cell is silent."""
+KEPT = 30  # sightings of a worker: of a minute, while its cell is silent
 _RECENT = 60.0
-_GROWTH = 100_000_000
-"""Bytes by which the memory must have grown to be told."""
+_GROWTH = 100_000_000  # bytes by which the memory must have grown to be told
 
 
 class Sighting(NamedTuple):
     """Where a worker's main thread was at one moment."""
 
-    at: float
-    """The moment, as of `time.monotonic` in the notebook."""
-    call: str
-    """As `Position.call`."""
-    line: str
-    """As `Position.line`."""
+    at: float  # by `time.monotonic` in the notebook
+    call: str  # as `Position.call`
+    line: str  # as `Position.line`
     memory: int
     """Bytes that the process had in memory, shared ones included; 0 if it is not known."""
 

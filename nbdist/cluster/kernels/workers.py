@@ -44,8 +44,7 @@ CALL_EXTENSION = "__import__('nbdist.cluster.worker.kernel', fromlist=['_']).{}"
 
 _log = logging.getLogger("nbdist.cluster")
 _LAST_LINES = 5
-_LONGEST_LINE = 2000
-"""Characters that are kept of each of the last lines."""
+_LONGEST_LINE = 2000  # characters that are kept of each of the last lines
 
 
 class StartError(NbdistError):
@@ -55,7 +54,8 @@ class StartError(NbdistError):
 class Worker:
     """One worker: its process, its kernel and its cells.
 
-    Cells and messages are handled in the kernel thread. Any thread may read the attributes.
+    Cells and messages are handled in the kernel thread. Any thread may read the attributes. `exited` is set when the
+    process has ended; `ended` when its last words are known, too, and its cells have failed.
     """
 
     def __init__(self, name: str, rank: int, id: int, device: str, gpu: int | None) -> None:
@@ -64,60 +64,42 @@ class Worker:
         self.id = id
         self.device = device
         self.gpu = gpu
-        self.pid: int | None = None
-        """The process id on the worker's host; None before it is known."""
-        self.host = ""
-        """The name of the worker's host; empty for this one."""
-        self.incarnation: int | None = None
-        """The incarnation of the worker's agent; None before the agent is a member of the RPC world."""
+        self.pid: int | None = None  # on the worker's host; None before it is known
+        self.host = ""  # the name of the worker's host; empty for this one
+        self.incarnation: int | None = None  # of its agent; None before the agent has joined the RPC world
         self.kernel: Kernel | None = None
-        self.step = "starting"
-        """The last step that the worker has reached."""
+        self.step = "starting"  # the last one that the worker has reached
         self.lost: str | None = None
         """The way in which the worker was lost, in words that follow its name; None while it is not lost."""
-        self._let_go = False
-        """True once `lose` has run. `lost` alone does not tell, because `exit` may have set it before."""
+        self._let_go = False  # True once `lose` has run; `exit` may have set `lost` before
         self.ended = threading.Event()
         self.ended.set()  # until `prepare`, there is no process
         self.exited = threading.Event()
-        """Set when the process has ended; `ended` is set when its last words are known and its cells have failed."""
         self.cells: list[Cell] = []
         """The cells that the worker has been sent and has not ended, in that order: the first one runs."""
         self.on_change: Callable[[], object] = lambda: None
         """Called when a cell has ended here, when the worker has joined the RPC world, and when it is lost."""
-        self.names: list[str] = []
-        """The names of the user's variables there, after the last cell, for completion."""
+        self.names: list[str] = []  # the user's variables after the last cell, for completion
+        # By process group, the collectives that it had called at the end of its last cell with any.
         self.histories: Sequence[GroupHistory] = ()
-        """The collectives that the worker had called at the end of its last cell with any, by process group."""
+        # Where the worker was, each time that somebody looked while its cell was silent.
         self.sightings: deque[Sighting] = deque(maxlen=KEPT)
-        """Where the worker was, each time that somebody looked while its cell was silent."""
-        self.stderr = Tail(_LAST_LINES, _LONGEST_LINE)
-        """The last lines that the present cell has written to standard error."""
-        self.log = Tail(_LAST_LINES, _LONGEST_LINE)
-        """The last lines that all cells and calls have written."""
-        self.lives = 0
-        """The number of times that the worker has been started."""
-        self.print_log: PrintLog | None = None
-        """Everything that the worker has printed in cells and calls, before its restarts too."""
+        self.stderr = Tail(_LAST_LINES, _LONGEST_LINE)  # of the present cell
+        self.log = Tail(_LAST_LINES, _LONGEST_LINE)  # of all cells and calls, of both streams
+        self.lives = 0  # how many times the worker was started
+        self.print_log: PrintLog | None = None  # of all lives of the worker
 
     def __repr__(self) -> str:
         return f"<Worker {self.name}: {self.state}>"
 
     @property
     def alive(self) -> bool:
-        """Return whether the worker has a kernel and is not lost. It may still be starting.
-
-        Use `lost` to learn why it is not.
-        """
+        """Return whether the worker has a kernel and is not lost. It may still be starting."""
         return self.kernel is not None and self.lost is None
 
     @property
     def state(self) -> str:
-        """The worker's state in words.
-
-        A step while it starts, such as "kernel"; "idle"; "busy" while it has cells; or the first line of how it was
-        lost.
-        """
+        """The worker's state in words: a step while it starts, "idle", "busy", or the first line of how it was lost."""
         if self.lost is not None:
             return self.lost.partition("\n")[0]
         if self.step != "ready":
@@ -130,14 +112,11 @@ class Worker:
         return next(iter(self.cells), None)
 
     def connection(self, folder: Path) -> dict[str, Any]:
-        """Return the content of the connection file for the kernel that is started next.
-
-        Each start of the worker is a life, and has a number of its own: this counts `lives` up. The kernel's sockets
-        are in the run directory, ``folder``, which no other user can enter.
-        """
+        """Return the content of the connection file for the kernel that is started next. This counts `lives` up."""
         self.lives += 1
         return {
             "transport": "ipc",
+            # In the run directory, which no other user can enter. Each start of the worker has sockets of its own.
             "ip": str(folder / f"{self.name}-{self.lives}"),
             **{f"{channel}_port": port for port, channel in enumerate(_CHANNELS, 1)},
             "key": secrets.token_hex(32),
@@ -152,12 +131,11 @@ class Worker:
     def prepare(self, thread: KernelThread, folder: Path, listener: Callable[[Worker, str, Message], None]) -> None:
         """Get ready for the next start: write a new connection file, make a `Kernel` for it, and reset the state.
 
-        The print log is kept. ``listener(worker, channel, message)`` gets, in the kernel thread, the messages that
-        answer no `Kernel.ask`.
+        ``listener(worker, channel, message)`` gets, in the kernel thread, the messages that answer no `Kernel.ask`.
         """
         connection = self.connection(folder)
         self.print_log = self.print_log or PrintLog(folder, self.name)
-        self.connection_file(folder).touch(mode=0o600)
+        self.connection_file(folder).touch(mode=0o600)  # before the key is written into it
         self.connection_file(folder).write_text(json.dumps(connection))
         self.kernel = Kernel(thread, connection, lambda channel, message: listener(self, channel, message))
         self.ended = threading.Event()
@@ -173,9 +151,8 @@ class Worker:
     def call(self, function: str) -> Coroutine[Any, Any, None]:
         """Call a function of `nbdist.cluster.worker.kernel`, such as ``"join()"``, in the worker's main thread.
 
-        The request is sent at once, and runs after the cells that were sent before it. The returned coroutine waits
-        for the end of the function; it raises StartError if the function fails, WorkerLost if this worker dies, or
-        another one without which the function fails.
+        It runs after the cells that were sent before. The returned coroutine waits for its end, and raises StartError
+        if the function fails, WorkerLost if this worker dies, or another one without which the function fails.
         """
         assert self.kernel is not None
         request = {
@@ -184,16 +161,13 @@ class Worker:
             "store_history": False,
             "allow_stdin": False,
         }
+        # Asked now, and not when the coroutine first runs: cells that are sent meanwhile come after it.
         return self._wait_for_reply(self.kernel.ask("execute_request", {**request, "user_expressions": {}}))
 
     async def _wait_for_reply(self, asked: asyncio.Future[Message]) -> None:
-        """Wait for the reply to `call`; raise StartError with the worker's traceback if it is an error.
-
-        WorkerLost if the worker dies before it replies, or if its error says that another worker has died: this process
-        may learn of that death later.
-        """
         content = (await asked)["content"]
         if content["status"] != "ok":
+            # The worker knows of another one's death, of which this process may learn later.
             if content.get("ename") == WorkerLost.__name__:
                 raise WorkerLost(content["evalue"])
             text = f"{self.name}: {content.get('ename', 'aborted')}: {content.get('evalue', '')}"
@@ -202,17 +176,17 @@ class Worker:
     def end(self, how: int | str, last_words: str) -> str:
         """Fail the worker's cells with the reason of its process's end, and return that reason.
 
-        ``how`` is the process's exit code, or minus the signal that killed it, or words. The reason has the last lines
-        of ``last_words``, the process's standard error. If that is empty, it has the last lines that the present cell
-        wrote to standard error. In the kernel thread.
+        ``how`` is the process's exit code, or minus the signal that killed it, or words. ``last_words`` is the
+        process's standard error. In the kernel thread.
         """
-        lines = lines_that_say_why(last_words, self.stderr.lines())
+        lines = lines_that_say_why(last_words, self.stderr.lines())  # the present cell's, if the process has left none
         told: list[str] = []
         if how == -signal.SIGKILL and self.cells and (seen := say_last_seen(self.sightings, time.monotonic())):
             told.append(seen)
         lines = [labels.rename_cell_frames(line, self.name) for line in lines]
         if lines:
             told += ["its standard error ended with:", *(f"    {line}" for line in lines)]
+        # Into the log, too: `say_lost` sends the user there.
         if told and self.print_log is not None:
             number = self.cells[0].number if self.cells else 0
             self.print_log.write(number, "stderr", "\n".join(told) + "\n")
@@ -224,12 +198,9 @@ class Worker:
         return why
 
     def exit(self, how: int | str) -> None:
-        """Note that the process has ended; ``how`` is as for `end`. Called in the launcher's thread.
-
-        After SIGKILL the worker is lost from now on, otherwise from `end` on: a process that is killed in this way
-        leaves no last words to wait for. Its cells fail by `end`, because their last output may still be on its way.
-        The reason of an earlier `lose` stays.
-        """
+        """Note that the process has ended; ``how`` is as for `end`. Called in the launcher's thread."""
+        # A process that is killed in this way leaves no last words to wait for: it is lost from now on, others from
+        # `end` on. Its cells fail by `end`, because their last output may still be on its way.
         if how == -signal.SIGKILL and not self._let_go:
             self.lost = describe_exit(how)
         self.exited.set()
@@ -266,13 +237,10 @@ class Worker:
         self.device = started.device or self.device
 
     def remember(self, stream: str, text: str, cell: int) -> None:
-        """Keep text that the worker printed in cell number ``cell``: all of it in the log, on disk.
-
-        The last lines stay in memory, too: the panel shows the lines of all streams, and the error of a worker that
-        dies shows the lines of standard error.
-        """
+        """Keep text that the worker printed in cell number ``cell``: all of it in the log, on disk."""
         if self.print_log is not None:
             self.print_log.write(cell, stream, text)
+        # The last lines stay in memory: for the panel, and those of standard error for the error of a worker that dies.
         self.log.feed(text, time.time())
         if stream == "stderr":
             self.stderr.feed(text)
@@ -282,16 +250,13 @@ _CHANNELS = ("shell", "iopub", "stdin", "control", "hb")
 
 
 async def first_error(work: list[asyncio.Task[None]]) -> None:
-    """Wait for all tasks; as soon as one fails, cancel the others and raise its error.
-
-    Returns when all have succeeded.
-    """
+    """Wait for all tasks; as soon as one fails, cancel the others and raise its error."""
     try:
         await asyncio.gather(*work)
-    except BaseException:
+    except BaseException:  # also a cancellation of this wait: no task must run on
         for task in work:
             task.cancel()
-        await asyncio.gather(*work, return_exceptions=True)
+        await asyncio.gather(*work, return_exceptions=True)  # until they have ended
         raise
 
 
