@@ -37,7 +37,7 @@ def check(shell: Any, code: str, own: Container[str], page: Page) -> None:
     name = shell.compile.cache(transformed, labels.cell_number(), raw_code=moved_down(code, lines))
     try:
         compile(transformed, name, "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
-    except (SyntaxError, ValueError, OverflowError) as error:  # before Python 3.12, a null byte is a ValueError
+    except (SyntaxError, ValueError, OverflowError) as error:  # a lone surrogate is a ValueError
         bad = type(type(error).__name__, (_BadCell,), {})(str(error))  # the notebook shows the name of the class
         bad.shown = shell.SyntaxTB.structured_traceback(type(error), error.with_traceback(None), None)
         raise bad from None
