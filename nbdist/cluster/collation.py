@@ -22,10 +22,11 @@ from concurrent import futures
 from nbdist.cluster.group_history import GroupHistory
 from nbdist.cluster.jupyter.kernel_connection import KernelThread
 from nbdist.cluster.kernels.cells import Cell
+from nbdist.cluster.kernels.crash_reports import share_expected
 from nbdist.cluster.kernels.workers import Worker
 from nbdist.cluster.lifecycle import Lifecycle
 from nbdist.cluster.output.arranger import Published
-from nbdist.cluster.partings import Parting, find_partings, say_last
+from nbdist.cluster.partings import Parting, find_odd_ones, find_partings, say_last
 from nbdist.cluster.processes.probe import ANSWER_WITHIN, Probe
 from nbdist.cluster.worker import flight_recorder
 from nbdist.errors import NbdistError
@@ -131,7 +132,8 @@ class Collation:
         are_idle = not any(worker.cells for worker in self._workers)
         is_whole = are_idle and len(cell.parts) == len(asked) and not cell.interrupted
         partings = self.conclude(asked, {}, at_rest=True)
-        if (lost := self._has_lost(cell)) and not partings:
+        lost = self._has_lost(cell)
+        if lost and not partings:
             for text in say_last(_told(asked), [worker.name for worker in self._workers], lost):
                 _print(cell, text)
         for each in partings:
@@ -140,6 +142,11 @@ class Collation:
                 self._told.add(what)
                 goes_on = each.absent and not cell.errors
                 _print(cell, f"{each.text}{_SHIFTED if goes_on else ''}")
+        for worker in self._workers:
+            if worker.name in lost and (share := share_expected(worker.lost or "")) is not None:
+                for odd in find_odd_ones(_told(asked), [each.name for each in self._workers], worker.name, share):
+                    innocent = f": {worker.name}, which gloo ended, gave the same as the rest"
+                    _print(cell, f"{odd} gave another size than all others{innocent if odd != worker.name else ''}")
 
     def _has_lost(self, cell: Cell) -> list[str]:
         """Return the workers that have died in a cell."""

@@ -6,6 +6,8 @@ the members agree on what each number is; `nbdist.cluster.partings` compares the
 
 from __future__ import annotations
 
+import re
+
 import msgspec
 
 
@@ -23,6 +25,12 @@ class Given(msgspec.Struct, frozen=True):
     """The function of ``torch.distributed`` that the user called; empty where it is not known."""
     place: str = ""
     """The line of the user's code that called it, such as ``In[7]:12``; empty where it is not known."""
+
+    @property
+    def bytes(self) -> int:
+        """The number of bytes on which all members must agree; 0 where they may differ, or it is not known."""
+        bits = re.search(r"\d+", self.dtype)
+        return (self.elements or 0) * (int(bits[0]) // 8 if bits else self.dtype == "bool")
 
     def agrees_with(self, other: Given) -> bool:
         """Return whether two members that gave this and ``other`` are in the same collective."""

@@ -9,6 +9,8 @@ from nbdist.amounts import plural
 from nbdist.cluster.group_history import GroupHistory
 from nbdist.cluster.output.arranger import grouped, say_names
 
+_ROUNDED = 0.1  # gloo sends a tensor in pieces whose lengths it rounds
+
 
 class Parting(NamedTuple):
     """The first collective of a process group that not all of its members have called in the same way."""
@@ -47,13 +49,8 @@ def say_last(histories: Mapping[str, Sequence[GroupHistory]], names: Sequence[st
 
     The arguments are as for `find_partings`.
     """
-    groups: dict[str, dict[str, GroupHistory]] = {}
-    for worker, told in histories.items():
-        for history in told:
-            if history.given and any(names[rank] in lost for rank in history.ranks if rank < len(names)):
-                groups.setdefault(history.name, {})[worker] = history
     said = []
-    for members in groups.values():
+    for members in _groups_of(lost, histories, names):
         last = {worker: (each.last, each.kinds[each.given[-1]].text) for worker, each in members.items()}
         each = [
             f"{say_names(who)} {text} (#{number})" for (number, text), who in grouped(last, last.__getitem__).items()
@@ -62,6 +59,42 @@ def say_last(histories: Mapping[str, Sequence[GroupHistory]], names: Sequence[st
         title = _title(next(iter(members.values())), names)
         said.append(f"last in the {title}: {', '.join(each)}; of {say_names(lost)}, {own} lost")
     return said
+
+
+def find_odd_ones(
+    histories: Mapping[str, Sequence[GroupHistory]], names: Sequence[str], lost: str, share: float
+) -> list[str]:
+    """Return the worker that gave another number of bytes to the last collective than all others, in each group.
+
+    ``lost`` is the worker that gloo has ended; it expected ``share`` of the bytes that another one sent to it. A group
+    where one odd worker is not certain is left out. The other arguments are as for `find_partings`.
+    """
+    odd = []
+    for members in _groups_of([lost], histories, names):
+        is_whole = {*members, lost} == {names[rank] for history in members.values() for rank in history.ranks}
+        bytes_given = {worker: history.kinds[history.given[-1]].bytes for worker, history in members.items()}
+        by_size = grouped(bytes_given, bytes_given.__getitem__)
+        sizes = sorted(by_size)
+        if not is_whole or 0 in sizes or len({each.last for each in members.values()}) > 1:
+            continue
+        if len(sizes) == 1 and len(members) > 1:
+            odd.append(lost)
+        elif len(sizes) == 2 and abs(sizes[1] * share - sizes[0]) <= _ROUNDED * sizes[0]:  # the larger was the sender
+            by_size[sizes[0]].append(lost)
+            odd += [workers[0] for workers in by_size.values() if len(workers) == 1]
+    return odd
+
+
+def _groups_of(
+    lost: Sequence[str], histories: Mapping[str, Sequence[GroupHistory]], names: Sequence[str]
+) -> list[dict[str, GroupHistory]]:
+    """Return the histories of the other members of each group of ``lost`` workers, by worker."""
+    groups: dict[str, dict[str, GroupHistory]] = {}
+    for worker, told in histories.items():
+        for history in told:
+            if history.given and any(names[rank] in lost for rank in history.ranks if rank < len(names)):
+                groups.setdefault(history.name, {})[worker] = history
+    return list(groups.values())
 
 
 def _part(members: Mapping[str, GroupHistory], names: Sequence[str]) -> Parting | None:

@@ -6,7 +6,7 @@ import threading
 import pytest
 from frontend import Notebook
 
-from nbdist.cluster.kernels.crash_reports import lines_that_say_why
+from nbdist.cluster.kernels.crash_reports import lines_that_say_why, share_expected
 from nbdist.cluster.kernels.sightings import Sighting, say_last_seen
 
 PYTHONS = threading.__file__
@@ -42,6 +42,8 @@ def test_gloos_end_is_explained_wherever_its_text_stands(at):
     assert SAID in lines
     assert lines[-2:] == FRAMES
     assert not any("Extension" in line for line in lines)
+    assert share_expected("\n".join(lines)) == 0.5
+    assert share_expected("killed") is None
 
 
 def test_without_a_crash_the_last_lines_count_and_else_those_of_the_cell():
@@ -89,6 +91,15 @@ def test_a_receiver_that_gloo_ends_says_who_gave_what_and_dies_once(notebook):
     assert SAID in notebook.run("%dist_log worker1").stdout
     assert notebook.run("%dist_restart").error is None
     assert notebook.run("%remote all rank").result == "[0, 1, 2]"
+
+
+def test_the_worker_that_gave_another_size_is_named_and_not_the_one_that_gloo_ends(notebook):
+    cell = notebook.run("%%remote\ndist.all_reduce(torch.ones(1500 if rank == 2 else 1000))", check=False)
+    assert "worker1 was killed by SIGABRT" in "\n".join(cell.error["traceback"])
+    assert cell.stderr.endswith(
+        "worker2 gave another size than all others: worker1, which gloo ended, gave the same as the rest\n"
+    ), cell.stderr
+    notebook.run("%dist_restart")
 
 
 def test_a_worker_that_is_killed_was_seen_at_a_line_with_its_memory(notebook):

@@ -9,7 +9,7 @@ import pathlib
 import pytest
 
 from nbdist.cluster.group_history import Given, GroupHistory, Wait
-from nbdist.cluster.partings import find_partings
+from nbdist.cluster.partings import find_odd_ones, find_partings
 from nbdist.cluster.worker.flight_recorder import histories
 
 FLIGHTS = sorted(pathlib.Path(__file__).with_name("flights").glob("*.json"))
@@ -161,3 +161,31 @@ def test_a_group_without_a_name_is_named_by_its_members():
     told = {"worker0": [nameless], "worker2": [GroupHistory("4", "", [0, 2])]}
     [parting] = find_partings(told, NAMES)
     assert parting.text == "worker2 has not come to barrier #1, group of worker0,2"
+
+
+@pytest.mark.parametrize(
+    ("given", "expected", "sent", "odd"),
+    [
+        # What each living worker gave, in elements; the bytes that worker1 expected and was sent, as gloo said.
+        ({0: 1000, 2: 1500}, 668, 1000, ["worker2"]),
+        ({0: 1500, 2: 1000}, 668, 1000, ["worker0"]),
+        ({0: 30, 2: 60}, 20, 40, ["worker2"]),
+        ({0: 1000, 2: 1000}, 336, 668, ["worker1"]),
+        ({0: 1000, 2: 1500}, 100, 1000, []),  # worker1 gave a third size
+        ({0: 1000}, 668, 1000, []),  # worker2 has not answered
+        ({0: None, 2: 1000}, 668, 1000, []),  # a collective in which sizes may differ
+    ],
+)
+def test_the_worker_that_gave_another_size_than_all_others_is_found(given, expected, sent, odd):
+    told = {}
+    for rank, elements in given.items():
+        kind = Given("all_reduce", f"float32[{elements}]", elements, "float32")
+        told[NAMES[rank]] = [GroupHistory("0", "default group", [0, 1, 2], 1, [0], [kind])]
+    assert find_odd_ones(told, NAMES, "worker1", expected / sent) == odd
+
+
+@pytest.mark.parametrize(
+    ("dtype", "size"), [("float32", 12), ("bfloat16", 6), ("complex128", 48), ("bool", 3), ("", 0)]
+)
+def test_the_bytes_of_a_collective(dtype, size):
+    assert Given("all_reduce", "", 3, dtype).bytes == size

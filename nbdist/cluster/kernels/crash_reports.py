@@ -15,6 +15,7 @@ _WHAT = re.compile(r"^ *what\(\):[^\n]*", re.MULTILINE)  # the text of an error 
 _THREAD = re.compile(r"\(most recent call first\):\n(?:(?!\n\n).)*", re.DOTALL)
 _FRAME = re.compile(r'^ +File "([^"]+)", line \d+ in .*$', re.MULTILINE)
 # The words with which gloo ends the process that receives more bytes than it expects.
+_SAID = re.compile(r"this one expected (\d+) bytes and was sent (\d+)")
 _TOO_LONG = re.compile(r"op\.preamble\.length <= op\.nbytes\. (\d+) vs (\d+)")
 
 
@@ -38,6 +39,15 @@ def lines_that_say_why(text: str, other: Sequence[str]) -> list[str]:
     threads = [[each for each in _FRAME.finditer(thread[0]) if _is_users(each[1])] for thread in _THREAD.finditer(text)]
     shown = max(threads, key=lambda frames: any(is_of_cell(each[1]) for each in frames), default=[])
     return reasons + [each[0] for each in shown[:_LINES]]
+
+
+def share_expected(why: str) -> float | None:
+    """Return the share that a worker expected of the bytes that gloo sent to it; None if it did not die of them.
+
+    ``why`` is the text with which it was lost, which has a line of `lines_that_say_why`.
+    """
+    found = _SAID.search(why)
+    return int(found[1]) / int(found[2]) if found else None
 
 
 def _is_users(file: str) -> bool:
