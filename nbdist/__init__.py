@@ -179,9 +179,7 @@ ROOMS: dict[str, str] = {
     ),
     "views": "drawing shown tables cards map passes references timeline workers values widgets displays",
     "magics": "checking reader lines overview place completion inspection reruns session dist_magics",
-    "compat": (
-        "autograd echo faults gathering ipyparallel optimizer options run words agents references rpc substitution"
-    ),
+    "compat": ("autograd echo gathering ipyparallel optimizer options run words agents references rpc substitution"),
     "testing": "launchers world",
 }
 """The rooms of each package, modules and folders, from the lowest: each imports only from those before it.

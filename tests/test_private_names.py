@@ -27,14 +27,12 @@ TORCHS = {
     "_delete_all_user_and_unforked_owner_rrefs",
     "_deserialize",
     "_get_current_rpc_agent",
-    "_get_debug_info",
     "_ignore_rref_leak",
-    "_init_rpc_states",
     "_internal_rpc_pickler",
     "_is_current_rpc_agent_set",
     "_register_reducer",
     "_serialize",
-    "_server_process_global_profile",
+    "_set_and_start_rpc_agent",
     "_wait_all",
 }
 """Private names of torch's RPC that `nbdist.compat` has, too, because torch's programs use them."""
@@ -232,8 +230,8 @@ def test_uses_of_a_modules_own_private_names_are_not_found():
 
 
 def test_private_names_of_torchs_rpc_may_be_used_in_compat_alone():
-    theirs = "def _init_rpc_states(): ..."
-    use = "from nbdist.compat.rpc.api import _init_rpc_states"
+    theirs = "def _set_and_start_rpc_agent(): ..."
+    use = "from nbdist.compat.rpc.api import _set_and_start_rpc_agent"
     assert foreign_uses({"compat/rpc/api.py": theirs, "compat/rpc/__init__.py": use}) == []
     found = foreign_uses({"compat/rpc/api.py": theirs, "rpc/api.py": use})
-    assert found == ["rpc/api.py:1: nbdist.compat.rpc.api._init_rpc_states"]
+    assert found == ["rpc/api.py:1: nbdist.compat.rpc.api._set_and_start_rpc_agent"]

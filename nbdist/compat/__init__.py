@@ -2,8 +2,8 @@
 
 ``install()`` replaces the modules ``torch.distributed.rpc``, with its submodules, and ``torch.distributed.autograd`` in
 this process by modules of this package. ``python -m nbdist run`` does the same for a program and every process that it
-starts. The modules have all of torch's names, even the private names that torch's own test suites use, and torch's
-error messages. `nbdist.rpc` and `nbdist.autograd` do the work; they do not depend on this package.
+starts. The modules have torch's public names, the private names that programs and other modules of torch use, and
+torch's error messages. `nbdist.rpc` and `nbdist.autograd` do the work; they do not depend on this package.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Wraps nbdist's agent in classes with the names and methods of torch's agents.
 
-torch's private functions return the agent, and torch's test suites call methods of it.
+torch's private functions return the agent. Programs ask it for the workers, and `RemoteModule` for the device maps.
 """
 
 from __future__ import annotations
@@ -11,11 +11,7 @@ from typing import Any
 
 import torch
 
-from nbdist.channel.contract import Channel
-from nbdist.channel.faulty import FaultyChannel
 from nbdist.compat import words
-from nbdist.compat.faults import faults
-from nbdist.compat.options import FaultyTensorPipeRpcBackendOptions
 from nbdist.errors import UsageError
 from nbdist.rpc import api
 from nbdist.rpc.agent import Agent
@@ -60,23 +56,10 @@ class RpcAgent:
             "agent.unacknowledged": str(counters["unacknowledged"]),
         }
 
-    @property
-    def is_static_group(self) -> bool:
-        """True if the number of workers is fixed."""
-        return self._agent.me.world_size is not None
-
-    def shutdown(self) -> None:
-        """End the agent at once, without waiting for other workers; its pending calls fail with WorkerLost."""
-        api.finish(self._agent)
-
     def _get_device_map(self, worker: WorkerInfo | str) -> dict[torch.device, torch.device]:
         """Return the device of ``worker`` for each device of this worker; {} if the options have no map for it."""
         name = worker.name if isinstance(worker, WorkerInfo) else worker
         return self._agent.options.device_maps.get(name, {})
-
-    def _get_backend_options(self) -> RpcBackendOptions:
-        """Return the options with which the agent was started."""
-        return self._agent.options
 
 
 class TensorPipeAgent(RpcAgent):
@@ -92,40 +75,11 @@ class TensorPipeAgent(RpcAgent):
         reverse_device_maps: Mapping[str, Any] | None = None,
         devices: Sequence[Any] = (),
     ) -> None:
-        wrap = self._channel_wrapper(options)
         try:
-            self._agent = api.initialize(name, rank, world_size or None, options, store=store, wrap=wrap)
+            self._agent = api.initialize(name, rank, world_size or None, options, store=store)
         except UsageError as error:
             words.refuse_init(error)
         _wrappers[self._agent] = self
-
-    @staticmethod
-    def _channel_wrapper(options: RpcBackendOptions) -> Any:
-        """Return None: the agent uses its channel unchanged.
-
-        The subclass that injects faults returns a function that takes a channel and returns a faulty one.
-        """
-        return None
-
-
-class FaultyTensorPipeAgent(TensorPipeAgent):
-    """Starts an agent some of whose messages fail or arrive late, as its options say."""
-
-    @staticmethod
-    def _channel_wrapper(options: RpcBackendOptions) -> Any:
-        """Return a function that takes a channel and returns a channel that injects faults into it.
-
-        ``options`` say which messages fail or arrive late. Raises TypeError for options of a class without faults.
-        """
-        if not isinstance(options, FaultyTensorPipeRpcBackendOptions):
-            wanted = FaultyTensorPipeRpcBackendOptions.__name__
-            raise TypeError(f"`rpc_backend_options` must be a `{wanted}`, not {options!r}")
-        rules = faults(options.messages_to_fail, options.num_fail_sends, options.messages_to_delay)
-
-        def wrap(channel: Channel) -> Channel:
-            return FaultyChannel(channel, rules)
-
-        return wrap
 
 
 _wrappers: weakref.WeakKeyDictionary[Agent, RpcAgent] = weakref.WeakKeyDictionary()

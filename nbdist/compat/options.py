@@ -1,4 +1,4 @@
-"""Defines torch's two classes of options, on top of nbdist's."""
+"""Defines torch's class of options, on top of nbdist's."""
 
 from __future__ import annotations
 
@@ -56,25 +56,3 @@ class TensorPipeRpcBackendOptions(RpcBackendOptions):
                 )
             known[here] = there
         self.device_maps[to] = known
-
-
-class FaultyTensorPipeRpcBackendOptions(TensorPipeRpcBackendOptions):
-    """Takes the options of torch's fault-injecting backend.
-
-    The first ``num_fail_sends`` messages of each type in ``messages_to_fail`` to each worker fail. Messages of the
-    types in ``messages_to_delay`` arrive that many seconds late. The types are torch's, such as
-    ``"RREF_FORK_REQUEST"``.
-    """
-
-    def __init__(
-        self,
-        *,
-        messages_to_fail: Sequence[str],
-        messages_to_delay: Mapping[str, float],
-        num_fail_sends: int = 0,
-        **options: Any,
-    ) -> None:
-        super().__init__(**options)
-        self.messages_to_fail = list(messages_to_fail)
-        self.messages_to_delay = dict(messages_to_delay)
-        self.num_fail_sends = num_fail_sends

@@ -1,4 +1,4 @@
-"""Adds the private methods of torch's RRef to nbdist's, and counts references as torch's tests do.
+"""Adds to nbdist's RRef the private methods of torch's that programs and torch's own modules use.
 
 `extend` changes nbdist's own class instead of deriving a new one, because RRefs are made in many places of nbdist.
 """
@@ -42,8 +42,6 @@ def extend() -> None:
     """
     methods: dict[str, Any] = {
         "_get_type": _get_type,
-        "_get_future": _get_future,
-        "_get_profiling_future": _get_future,
         "_serialize": _serialize,
         "_deserialize": staticmethod(_deserialize),
     }
@@ -114,19 +112,6 @@ def _get_type(self: RRef[Any], timeout: float = UNSET_RPC_TIMEOUT, blocking: boo
             future = api.current_agent().call(self.owner(), _type_of, self, timeout=timeout)
             self._compat_type = future  # type: ignore[attr-defined]
     return future.wait() if blocking else future
-
-
-def _get_future(self: RRef[Any]) -> Future[Any]:
-    """Return a Future that is done, with None, once the call that makes the value has been answered.
-
-    If no call makes the value, it is done at once. If the call failed, it fails.
-    """
-    made: Future[Any] = Future()
-    if self._creation is not None:
-        self._creation.add_done_callback(lambda created: made.try_settle(None, created.exception()))
-    else:
-        made.set_result(None)
-    return made
 
 
 class Serialized:
@@ -241,15 +226,3 @@ def release_users(agent: Agent, timeout: float) -> None:
         time.sleep(_POLL)
     while agent.links.outstanding() and time.monotonic() < deadline:
         time.sleep(_POLL)
-
-
-def debug_info(agent: Agent) -> dict[str, str]:
-    """Return numbers as text, by torch's names: of owned values, forks, pending references and unanswered creations."""
-    forks = agent.references.forks
-    creations = sum(1 for call in agent.awaited() if call.result is not None)
-    return {
-        "num_owner_rrefs": str(forks.owners),
-        "num_pending_futures": str(creations),
-        "num_pending_users": str(forks.pending),
-        "num_forks": str(forks.forks),
-    }

@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from nbdist import rpc
-from nbdist.compat import agents, gathering, run, substitution, words
-from nbdist.compat import autograd as compat_autograd
+from nbdist.compat import gathering, run, substitution, words
 from nbdist.compat import rpc as compat_rpc
 from nbdist.compat.ipyparallel import client, closed, load_ipython_extension, px
 from nbdist.compat.options import TensorPipeRpcBackendOptions
@@ -45,11 +44,6 @@ class Engines(list):
 @pytest.mark.parametrize(
     ("use", "error", "text"),
     [
-        (
-            lambda: agents.FaultyTensorPipeAgent(None, "a", 0, 1, rpc.RpcBackendOptions()),
-            TypeError,
-            r"`rpc_backend_options` must be a `FaultyTensorPipeRpcBackendOptions`, not ",
-        ),
         (
             lambda: backend_registry.BackendType.TENSORPIPE.value.init_backend_handler(None, "a", 0, 1, 5),
             TypeError,
@@ -134,12 +128,6 @@ class Engines(list):
 def test_what_is_refused(use, error, text):
     with pytest.raises(error, match=text):
         use()
-
-
-def test_no_context():
-    no_context = pytest.raises(RuntimeError, match=r"Current thread doesn't have a valid autograd context")
-    with World(1) as world, world[0].activate(), no_context:
-        compat_autograd._current_context()
 
 
 def test_torchs_words_for_a_reference_after_the_end():

@@ -114,25 +114,6 @@ MESSAGES = {
             pass
     del future, late, call
     """,
-    "a call by a pickler of the program's own": """
-    from torch.distributed.rpc.api import _use_rpc_pickler
-    from torch.distributed.rpc.internal import _InternalRPCPickler, _internal_rpc_pickler
-    own = _InternalRPCPickler()
-    own._reducers = _internal_rpc_pickler._reducers
-    with _use_rpc_pickler(own):
-        assert rpc.rpc_sync("worker1", forward, args=(module, x)).shape == (1, 2)
-        owner = rpc.rpc_sync("worker1", rpc.RRef.owner_name, args=(module.module_rref,))
-        assert owner == "worker2"
-    """,
-    "a call by a pickler of the program's own that is never sent": """
-    from torch.distributed.rpc.api import _use_rpc_pickler
-    from torch.distributed.rpc.internal import _InternalRPCPickler
-    with _use_rpc_pickler(_InternalRPCPickler()):
-        try:
-            rpc.rpc_sync("nobody", forward, args=(module.module_rref, x))
-        except RuntimeError:
-            pass
-    """,
     "a class of the program's own that serializes its reference": """
     class Holder:
         def __init__(self, rref):

@@ -31,10 +31,12 @@ def load():
     os.environ["TORCH_DIST_INIT_BARRIER"] = "1"
     stacks.listen()
     import torch
+    from conformance import private_names
 
     import nbdist.compat
 
     nbdist.compat.install()
+    private_names.install()
     from torch.testing._internal.common_distributed import MultiProcessTestCase
     from torch.testing._internal.distributed import ddp_under_dist_autograd_test
     from torch.testing._internal.distributed.nn.api import remote_module_test

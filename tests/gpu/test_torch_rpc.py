@@ -28,7 +28,12 @@ def test_suite(name, needed):
     if torch.cuda.device_count() < needed:
         pytest.skip(f"needs {needed} GPUs, and torch sees {torch.cuda.device_count()} here")
     # The tests of DDP call a trainer as soon as the caller's own process group is there; see tests/conformance.
-    environment = {**os.environ, **python_path(HERE), "OMP_NUM_THREADS": "1", "TORCH_DIST_INIT_BARRIER": "1"}
+    environment = {
+        **os.environ,
+        **python_path(HERE, HERE.parent),
+        "OMP_NUM_THREADS": "1",
+        "TORCH_DIST_INIT_BARRIER": "1",
+    }
     ran = subprocess.run(
         [sys.executable, "-m", "unittest", "-v", f"torch_suites_on_gpus.{name}"],
         stdout=subprocess.PIPE,

@@ -3,9 +3,12 @@
 `unittest` runs one test of this module, and the processes of the test import it as well.
 """
 
+from conformance import private_names
+
 import nbdist.compat
 
 nbdist.compat.install()
+private_names.install()
 
 from torch.testing._internal.distributed import rpc_utils  # noqa: E402
 from torch.testing._internal.distributed.rpc.tensorpipe_rpc_agent_test_fixture import TensorPipeRpcAgentTestFixture  # noqa: E402

@@ -1,16 +1,14 @@
-"""Replaces torch.distributed.rpc: its public names, and the private ones that torch's test suites use.
+"""Replaces torch.distributed.rpc: its public names, and the private ones that programs use.
 
-================================  ===================================================
-`_testing`                        torch's module with the backend that injects faults
-`constants`                       torch's constants
-`backend_registry`                the names of backends
-`functions`                       torch's decorators
-`internal`                        torch's pickler, and its names for profiles
-`api`                             the calls
-`options`                         the options of the backend
-`rref_proxy`                      the proxies of references
-`server_process_global_profiler`  refuses what torch has under this name
-================================  ===================================================
+===================  ========================================================
+`constants`          torch's constants
+`backend_registry`   the names of backends
+`functions`          torch's decorators
+`internal`           torch's pickler, with which classes register their reducers
+`api`                the calls
+`options`            the options of the backend
+`rref_proxy`         the proxies of references
+===================  ========================================================
 """
 # ruff: noqa: F401 - torch's package has many names that its __all__ does not list
 
@@ -18,9 +16,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from nbdist.compat import autograd as dist_autograd
 from nbdist.compat.agents import RpcAgent, TensorPipeAgent
-from nbdist.compat.references import debug_info
 from nbdist.compat.rpc import api, backend_registry, constants, functions, internal, options, rref_proxy
 from nbdist.compat.rpc.api import (
     RRef,
@@ -43,7 +39,6 @@ from nbdist.compat.rpc.backend_registry import (
     register_backend,
 )
 from nbdist.compat.rpc.options import TensorPipeRpcBackendOptions
-from nbdist.compat.rpc.server_process_global_profiler import _server_process_global_profile
 from nbdist.errors import UsageError
 from nbdist.rpc.api import current_agent
 from nbdist.rpc.core.members import WorkerInfo
@@ -140,7 +135,8 @@ def _init_rpc_backend(
         world_size=world_size,
         rpc_backend_options=rpc_backend_options or construct_rpc_backend_options(chosen),
     )
-    api._init_rpc_states(agent)
+    if not _is_current_rpc_agent_set():
+        api._set_and_start_rpc_agent(agent)
 
 
 # -- the current agent --------------------------------------------------------------------------
@@ -154,20 +150,6 @@ def get_rpc_timeout() -> float:
 def _set_rpc_timeout(seconds: float) -> None:
     """Set the default time limit of this worker's calls, in seconds; 0 for no limit. Earlier calls keep theirs."""
     current_agent().rpc_timeout = time_limit(seconds)
-
-
-def _rref_context_get_debug_info() -> dict[str, str]:
-    """Return the numbers of this worker's references and forks as text, by torch's names."""
-    return debug_info(current_agent())
-
-
-def _get_debug_info() -> dict[str, str]:
-    """Return the counters of references, the agent and autograd on this worker, as text, by torch's names."""
-    return {
-        **_rref_context_get_debug_info(),
-        **_get_current_rpc_agent().get_debug_info(),
-        **dist_autograd._get_debug_info(),
-    }
 
 
 def enable_gil_profiling(enabled: bool) -> None:

@@ -1,7 +1,7 @@
-"""Replaces torch.distributed.rpc.api: the calls, and the private functions that torch's test suites use.
+"""Replaces torch.distributed.rpc.api: the calls, and the private functions that programs use.
 
-The calls are nbdist's, with three differences. They raise torch's errors (`nbdist.compat.words`). A ``_wait_all`` block
-collects their futures. A ``_use_rpc_pickler`` block uses a program's own pickler.
+The calls are nbdist's, with two differences. They raise torch's errors (`nbdist.compat.words`), and a ``_wait_all``
+block collects their futures.
 """
 
 from __future__ import annotations
@@ -17,11 +17,8 @@ import torch
 from nbdist.compat import gathering, references, words
 from nbdist.compat.agents import RpcAgent, agent_of_torch
 from nbdist.compat.rpc.constants import DEFAULT_SHUTDOWN_TIMEOUT, UNSET_RPC_TIMEOUT
-from nbdist.compat.rpc.functions import async_execution
-from nbdist.compat.rpc.internal import PythonUDF, _internal_rpc_pickler, beside
 from nbdist.errors import NbdistError, UsageError
 from nbdist.rpc import api as rpc
-from nbdist.rpc.calls.executor import ASYNC_MARK
 from nbdist.rpc.core.members import WorkerInfo
 from nbdist.rpc.futures import Future
 from nbdist.rpc.references.rref import RRef
@@ -36,11 +33,8 @@ _ignore_rref_leak = True
 _PRACTICALLY_NO_WAIT = 1e-9
 """Seconds for which `_delete_users` waits. Practically none, because the last round of `shutdown` waits anyway."""
 
-_default_pickler: Any = _internal_rpc_pickler
 _thread_local_var = threading.local()
 
-_gather_to_leader = gathering.gather_to_leader
-_broadcast_to_followers = gathering.broadcast_to_followers
 _is_current_rpc_agent_set = rpc.is_initialized
 
 
@@ -56,7 +50,7 @@ def rpc_sync(
 ) -> Any:
     """Run a function on a worker and return the result; see `nbdist.rpc.rpc_sync`."""
     try:
-        return rpc.rpc_sync(to, *_pickled(func, args, kwargs), timeout)
+        return rpc.rpc_sync(to, func, args, kwargs, timeout)
     except UsageError as error:
         words.refuse_call(error, to)
 
@@ -70,7 +64,7 @@ def rpc_async(
 ) -> Future[Any]:
     """Run a function on a worker and return a Future at once; see `nbdist.rpc.rpc_async`."""
     try:
-        future = rpc.rpc_async(to, *_pickled(func, args, kwargs), timeout)
+        future = rpc.rpc_async(to, func, args, kwargs, timeout)
     except UsageError as error:
         words.refuse_call(error, to)
     if hasattr(_thread_local_var, "future_list"):
@@ -87,7 +81,7 @@ def remote(
 ) -> RRef[Any]:
     """Run a function on a worker and return a reference to the result; see `nbdist.rpc.remote`."""
     try:
-        return rpc.remote(to, *_pickled(func, args, kwargs), timeout)
+        return rpc.remote(to, func, args, kwargs, timeout)
     except UsageError as error:
         words.refuse_call(error, to)
 
@@ -121,61 +115,12 @@ def _wait_all() -> Iterator[None]:
             del _thread_local_var.future_list
 
 
-# -- a pickler of the program's own -------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def _use_rpc_pickler(rpc_pickler: Any) -> Iterator[None]:
-    """Serialize the functions that are called in the block, and their arguments, with another pickler.
-
-    ``rpc_pickler.serialize(call)`` returns bytes, which nbdist's own pickler reads on the callee, and a list of
-    tensors. This holds for all threads of this process. At the end of any such block, nbdist's own pickler is used
-    again.
-    """
-    global _default_pickler
-    _default_pickler = rpc_pickler
-    try:
-        yield
-    finally:
-        _default_pickler = _internal_rpc_pickler
-
-
-def _pickled(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any, Any]:
-    """Return the function and arguments to call; with a program's own pickler, a call that unpickles and runs them."""
-    pickler = _default_pickler
-    if pickler is _internal_rpc_pickler or not callable(func):
-        return func, args, kwargs
-    rrefs: list[RRef[Any]] = []
-    with beside(rrefs):
-        data, tensors = pickler.serialize(PythonUDF(func, tuple(args or ()), dict(kwargs or {})))
-    return (_run_async if hasattr(func, ASYNC_MARK) else _run), (data, tensors, rrefs), None
-
-
-def _run(data: bytes, tensors: list[torch.Tensor], rrefs: list[RRef[Any]]) -> Any:
-    """Unpickle a function with its arguments, call it, and return its result. Runs on the callee.
-
-    ``tensors`` and ``rrefs`` are the tensors and references that the pickler kept out of ``data``.
-    """
-    with beside(rrefs):
-        function, args, kwargs = _internal_rpc_pickler.deserialize(data, tensors)
-    return function(*args, **kwargs)
-
-
-_run_async = async_execution(_run)
-
-
 # -- the current agent --------------------------------------------------------------------------
 
 
 def _get_current_rpc_agent() -> RpcAgent:
     """Return the current agent in torch's form. Raises NotInitialized if RPC does not run."""
     return agent_of_torch()
-
-
-def _init_rpc_states(agent: Any) -> None:
-    """Do nothing if this process has a running agent of nbdist; else raise UsageError."""
-    if not _is_current_rpc_agent_set():
-        _set_and_start_rpc_agent(agent)
 
 
 def _set_and_start_rpc_agent(agent: Any) -> None:

@@ -1,8 +1,7 @@
 """Replaces torch.distributed.rpc.backend_registry: the names of backends.
 
-A backend is a pair of functions: one makes options, one starts an agent. ``TENSORPIPE`` starts nbdist's agent,
-``FAULTY_TENSORPIPE`` starts it with faults injected. A program may register other backends, but nbdist makes calls only
-through its own agents.
+A backend is a pair of functions: one makes options, one starts an agent. ``TENSORPIPE`` starts nbdist's agent. A
+program may register other backends, but nbdist makes calls only through its own agents.
 """
 
 from __future__ import annotations
@@ -14,8 +13,8 @@ from typing import Any, NamedTuple
 
 from torch.distributed.rendezvous import rendezvous
 
-from nbdist.compat.agents import FaultyTensorPipeAgent, RpcAgent, TensorPipeAgent
-from nbdist.compat.options import FaultyTensorPipeRpcBackendOptions, TensorPipeRpcBackendOptions
+from nbdist.compat.agents import RpcAgent, TensorPipeAgent
+from nbdist.compat.options import TensorPipeRpcBackendOptions
 from nbdist.compat.rpc.constants import DEFAULT_INIT_METHOD, DEFAULT_RPC_TIMEOUT_SEC
 from nbdist.errors import UsageError
 from nbdist.rpc.options import RpcBackendOptions
@@ -52,10 +51,6 @@ def _options(rpc_timeout: float, init_method: str, **kwargs: Any) -> TensorPipeR
     return TensorPipeRpcBackendOptions(rpc_timeout=rpc_timeout, init_method=init_method, **kwargs)
 
 
-def _faulty_options(rpc_timeout: float, init_method: str, **kwargs: Any) -> FaultyTensorPipeRpcBackendOptions:
-    return FaultyTensorPipeRpcBackendOptions(rpc_timeout=rpc_timeout, init_method=init_method, **kwargs)
-
-
 def _start(
     store: Any, name: str, rank: int, world_size: int | None, rpc_backend_options: RpcBackendOptions
 ) -> RpcAgent:
@@ -66,17 +61,7 @@ def _start(
     return TensorPipeAgent(store, name, rank, world_size, rpc_backend_options)
 
 
-def _start_faulty(
-    store: Any, name: str, rank: int, world_size: int | None, rpc_backend_options: RpcBackendOptions
-) -> RpcAgent:
-    return FaultyTensorPipeAgent(store, name, rank, world_size, rpc_backend_options)
-
-
-BackendType: Any = Enum(
-    "BackendType",
-    {"TENSORPIPE": BackendValue(_options, _start), "FAULTY_TENSORPIPE": BackendValue(_faulty_options, _start_faulty)},
-    type=_Backend,
-)
+BackendType: Any = Enum("BackendType", {"TENSORPIPE": BackendValue(_options, _start)}, type=_Backend)
 """The registered backends, by name. As in torch, every registration makes a new class."""
 
 
@@ -127,13 +112,11 @@ def is_backend(backend: object) -> bool:
 
 def is_ours(backend: Any) -> bool:
     """Return whether a backend starts agents of nbdist, which open their own store."""
-    return backend.value.init_backend_handler in (_start, _start_faulty)
+    return backend.value.init_backend_handler is _start
 
 
 def backend_of(options: RpcBackendOptions | None) -> Any:
     """Return the backend to which options belong; TENSORPIPE for None. Raises TypeError for any other options."""
-    if isinstance(options, FaultyTensorPipeRpcBackendOptions):
-        return BackendType["FAULTY_TENSORPIPE"]
     if options is None or _suits_tensorpipe(options):
         return BackendType["TENSORPIPE"]
     raise TypeError(f"Could not infer backend for options {options!r}")

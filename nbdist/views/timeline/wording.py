@@ -134,6 +134,5 @@ _WORDS: Mapping[str, str | Callable[..., tuple[str, str]]] = {
     "compat.gathering:gather_from_subtree": "gather objects",
     "compat.gathering:broadcast_to_followers": "hand gathered objects out",
     "compat.gathering:fail_gathering": "tell that a gathering failed",
-    "compat.rpc.api:_run": lambda *_: ("call", "function of a pickled call"),
     "cluster.worker.tasks:run": _task,
 }

@@ -1,20 +1,14 @@
-"""Translates the rules of torch's fault-injecting backend into rules of `nbdist.channel.faulty`.
+"""Finds torch's type of each message of nbdist: torch's suites say by these types which messages fail or arrive late.
 
 torch has a type for each message, nbdist has a kind. `MessageNames` finds torch's type when a message is sent. It must
 decode the message's envelope, because torch has different types for calls of its own operators (``SCRIPT_…``) and of
 Python functions (``PYTHON_…``).
 """
 
-from __future__ import annotations
-
-from collections.abc import Iterable, Mapping, Sequence
-
-from nbdist.channel.contract import Buffer
 from nbdist.channel.faulty import Faults
-from nbdist.ids import GlobalId
 from nbdist.wire.messages import Call, decode_envelope
 
-_CALLS = {
+CALLS = {
     "call": "CALL",
     "method": "CALL",
     "remote": "REMOTE_CALL",
@@ -22,7 +16,7 @@ _CALLS = {
     "fetch": "RREF_FETCH_CALL",
 }
 """The second part of torch's type, by the kind of call. The first part is SCRIPT or PYTHON."""
-_OTHERS = {
+OTHERS = {
     "reply": "RET",
     "fork_request": "RREF_FORK_REQUEST",
     "fork_confirm": "RREF_ACK",
@@ -36,30 +30,29 @@ _OTHERS = {
 class MessageNames:
     """Finds torch's type of each message that one agent sends. Used as `Faults.match`."""
 
-    def __init__(self) -> None:
-        self._operators_results: set[GlobalId] = set()
-        """The ids of the references to results of torch's operators."""
+    def __init__(self):
+        self.operators_results = set()  # the ids of the references to results of torch's operators
 
-    def __call__(self, kind: str, frames: Sequence[Buffer]) -> str:
+    def __call__(self, kind, frames):
         """Return torch's type of a message, such as "PYTHON_CALL"; its ``kind`` if torch has no such message.
 
         ``frames`` are the message's frames; the first one is the envelope.
         """
-        what = _CALLS.get(kind)
+        what = CALLS.get(kind)
         if what is None:
-            return _OTHERS.get(kind, kind)
+            return OTHERS.get(kind, kind)
         message = decode_envelope(bytes(frames[0])).message
-        return f"{'SCRIPT' if isinstance(message, Call) and self._is_script(message) else 'PYTHON'}_{what}"
+        return f"{'SCRIPT' if isinstance(message, Call) and self.is_script(message) else 'PYTHON'}_{what}"
 
-    def _is_script(self, call: Call) -> bool:
+    def is_script(self, call):
         """Return whether a message calls an operator of torch, or fetches the result of one."""
         if call.builtin and call.result is not None:
-            self._operators_results.add(call.result.rref)
-        return call.builtin or call.target in self._operators_results
+            self.operators_results.add(call.result.rref)
+        return call.builtin or call.target in self.operators_results
 
 
-def faults(fail: Iterable[str], times: int, delay: Mapping[str, float]) -> Faults:
-    """Return the faults that a user has asked for.
+def faults(fail, times, delay):
+    """Return the faults that a suite has asked for.
 
     The first ``times`` messages of each type in ``fail`` to each receiver are not sent: sending one raises
     ChannelError. ``delay`` has the seconds by which messages arrive late, by type. The types are torch's, such as

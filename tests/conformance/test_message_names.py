@@ -1,6 +1,7 @@
 """torch's names for nbdist's messages."""
 
-from nbdist.compat.faults import MessageNames, faults
+from conformance.private_names.message_names import MessageNames, faults
+
 from nbdist.ids import GlobalId
 from nbdist.wire.messages import (
     Call,
