@@ -33,10 +33,7 @@ class RpcAgent:
         return self
 
     def get_worker_info(self, name: str | int | None = None) -> WorkerInfo:
-        """Return the name and id of the worker with this name or id; without an argument, of this worker.
-
-        Raises UnknownWorker if the world never had such a member, WorkerLost if it is gone.
-        """
+        """Return the name and id of a worker, or of this one. Raises UnknownWorker, or WorkerLost if it is gone."""
         record = self._agent.me if name is None else self._agent.find(name)
         return WorkerInfo(record.name, record.id)
 
@@ -47,7 +44,7 @@ class RpcAgent:
     def get_debug_info(self) -> dict[str, str]:
         """Return counters of the agent as text, by torch's names: of its threads, and of pending and running calls."""
         counters = self._agent.statistics()
-        return {
+        return {  # torch's names, but for the last two
             "agent.thread_pool_size": str(self._agent.options.num_worker_threads),
             "agent.num_pending_requests": str(counters["pending_calls"]),
             "agent.client_active_calls": str(counters["pending_calls"]),
@@ -82,11 +79,10 @@ class TensorPipeAgent(RpcAgent):
         _wrappers[self._agent] = self
 
 
-_wrappers: weakref.WeakKeyDictionary[Agent, RpcAgent] = weakref.WeakKeyDictionary()
-"""The wrapper of each agent, so that an agent has only one."""
+_wrappers: weakref.WeakKeyDictionary[Agent, RpcAgent] = weakref.WeakKeyDictionary()  # each agent has only one
 
 
 def agent_of_torch() -> RpcAgent:
-    """Return the wrapper of the current agent, the same at every call. Raises NotInitialized if RPC does not run."""
+    """Return the wrapper of the current agent, the same at every call."""
     agent = api.current_agent()
     return _wrappers.get(agent) or TensorPipeAgent.around(agent)

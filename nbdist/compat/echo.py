@@ -18,10 +18,6 @@ def start() -> None:
 
 
 def _print(event: str, fields: dict[str, Any]) -> None:
-    """Print the error of an event "call.failed" of `nbdist.trace` to standard error; ignore all other events.
-
-    The thread that ran the failed function calls this. If standard error is closed, nothing is raised.
-    """
     if event == "call.failed":
         text = f"On {fields['agent']}:\n{fields['error']!r}\n{fields['note']}"
         with contextlib.suppress(OSError, ValueError):  # standard error may be closed

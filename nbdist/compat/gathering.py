@@ -44,25 +44,20 @@ from nbdist.rpc.agent import Agent
 from nbdist.rpc.asking import ask_each
 from nbdist.rpc.futures import Future
 
+# The most children of a member. A group of up to 17 members needs only one round trip to the leader.
 _FAN_OUT = 16
-"""The most children of a member. Most programs have smaller groups: they need only one round trip to the leader."""
-_LOOK_FOR_LOST_EVERY = 0.5
-"""Seconds between two checks of a waiting member whether another member is lost."""
-_LOOKS_UNTIL_REPORT = 3
-"""The number of checks that find a lost member before it is reported: usually the leader has noticed by itself."""
-_TOLD_WITHIN = 5.0
-"""The time limit, in seconds, of a call that tells a member of a failure. No thread waits for its end."""
+_LOOK_FOR_LOST_EVERY = 0.5  # seconds
+_LOOKS_UNTIL_REPORT = 3  # checks that find a lost member: the leader has usually noticed by itself meanwhile
+_TOLD_WITHIN = 5.0  # seconds, for a call that tells a member of a failure; no thread waits for its end
 
 
 @dataclass
 class TreePlace:
     """The place of a member in the tree of its group. Member i, from 0, is the parent of 16i + 1 to 16i + 16."""
 
-    above: list[str]
-    """Its parent, its parent's parent, and so on, up to the leader. Empty for the leader."""
+    above: list[str]  # its parent, its parent's parent, and so on, up to the leader; empty for the leader
     children: list[str]
-    below: set[str]
-    """The members of its subtree, itself included."""
+    below: set[str]  # the members of its subtree, itself included
 
     @property
     def neighbours(self) -> list[str]:
@@ -87,36 +82,29 @@ def tree_place(names: Sequence[str], me: str) -> TreePlace:
 
 
 class _Round:
-    """One call of `all_gather`, on one member."""
+    """One call of `all_gather`, on one member. Its id, the same on all members, names the group and the call."""
 
     def __init__(self) -> None:
-        self.parts: dict[str, Any] = {}
-        """The objects that this member has and its children have sent up, by the name of the member that gave each."""
-        self.needed: set[str] | None = None
-        """The members whose objects this member collects; None until it is known."""
-        self.collected: Future[dict[str, Any]] = Future()
-        """The objects of all needed members, by name."""
-        self.whole: Future[dict[str, Any]] = Future()
-        """The objects of all members of the group, by name. Not used on the leader."""
-        self.timeout = -1.0
-        """The time limit, in seconds, of each call that passes all objects on to a child."""
+        self.parts: dict[str, Any] = {}  # the objects here, by the name of the member that gave each
+        self.needed: set[str] | None = None  # the members whose objects this one collects; None until it is known
+        self.collected: Future[dict[str, Any]] = Future()  # the objects of all needed members, by name
+        self.whole: Future[dict[str, Any]] = Future()  # the objects of the whole group; not used on the leader
+        self.timeout = -1.0  # seconds, for each call that passes all objects on to a child
 
     def fail(self, error: NbdistError, *, on_leader: bool) -> bool:
         """End the waits of this round with an error; return False if the round had ended or failed before."""
+        # Both, even if `collected` is done already: a member that has sent its part up waits for `whole`.
         is_new = self.collected.try_settle(None, error)
         return is_new if on_leader else self.whole.try_settle(None, error)
 
 
-_lock = threading.Lock()
-"""Guards `_numbers`, `_rounds`, and the parts and needed members of all rounds."""
-_numbers: defaultdict[tuple[int, str], int] = defaultdict(int)
-"""The number of the next round of each group, by the agent's incarnation and the group's id."""
-_rounds: defaultdict[tuple[int, str], _Round] = defaultdict(_Round)
-"""The unfinished rounds, by the agent's incarnation and the round's id, which is the same on all members."""
+_lock = threading.Lock()  # guards `_numbers`, `_rounds`, and the parts and needed members of all rounds
+# The keys have the agent's incarnation: agents of one process, at once or one after another, count apart.
+_numbers: defaultdict[tuple[int, str], int] = defaultdict(int)  # of the next round, by the group's id
+_rounds: defaultdict[tuple[int, str], _Round] = defaultdict(_Round)  # the unfinished ones, by the round's id
 
 
 def _group_id(names: Sequence[str]) -> str:
-    """Return the id of a group of members. That of a large group has a digest of the names."""
     if len(names) <= _FAN_OUT + 1:
         return ",".join(names)
     digest = hashlib.sha256(",".join(names).encode()).hexdigest()[:32]
@@ -124,47 +112,34 @@ def _group_id(names: Sequence[str]) -> str:
 
 
 def _sequence_id(names: Sequence[str], number: int) -> str:
-    """Return the id of a round of a group, which each message about the round carries."""
     return f"{_group_id(names)} #{number}"
 
 
 def _find_round(sequence_id: str) -> _Round | None:
-    """Return the current agent's round with this id, made if there is none; None if it has ended. `_lock` is held.
-
-    Messages of other members may arrive before this worker itself calls `all_gather`, so either makes the round.
-    """
+    """Return the current agent's round with this id, made if there is none; None if it has ended. `_lock` is held."""
     incarnation = api.current_agent().me.incarnation
     group, _, number = sequence_id.rpartition(" #")
     has_ended = number.isdecimal() and int(number) < _numbers.get((incarnation, group), 0)
     if has_ended and (incarnation, sequence_id) not in _rounds:
         return None
-    return _rounds[incarnation, sequence_id]
+    return _rounds[incarnation, sequence_id]  # messages may arrive before this worker itself calls `all_gather`
 
 
 def gather_to_leader(sequence_id: str, worker_name: str, obj: Any, worker_names: Collection[str]) -> None:
-    """Add the object of one member to one call of `all_gather`, on the leader: the first member by name.
+    """Add the object of one member, on the leader. In a group of 17 or fewer, the other members call this by RPC.
 
-    In a group of 17 members or fewer, the other members call this on the leader by RPC; it returns at once. The
-    leader's wait ends when it has the objects of all ``worker_names``. All members use the same ``sequence_id`` for one
-    call of `all_gather`. Raises RuntimeError if the member has sent its object before.
+    Raises RuntimeError if the member has sent its object before.
     """
     _add(sequence_id, worker_name, {worker_name: obj}, set(worker_names))
 
 
 def gather_from_subtree(sequence_id: str, worker_name: str, objects: dict[str, Any]) -> None:
-    """Add the objects of one member and of all below it to one call of `all_gather`, on the member's parent.
-
-    Groups of more than 17 members use this in place of `gather_to_leader`. Raises RuntimeError if the member has sent
-    its objects before.
-    """
+    """Add the objects of a member and of all below it, on its parent: `gather_to_leader` for groups of more than 17."""
     _add(sequence_id, worker_name, objects, None)
 
 
 def _add(sequence_id: str, worker_name: str, objects: dict[str, Any], needed: set[str] | None) -> None:
-    """Add objects to a round, by name; end this member's wait for objects when it has all that it needs.
-
-    ``needed`` are the names of the members whose objects this member collects; None if the caller does not know them.
-    """
+    """Add objects to a round; end this member's wait for objects when it has those of all ``needed`` members."""
     with _lock:
         gathering = _find_round(sequence_id)
         if gathering is None:
@@ -178,15 +153,14 @@ def _add(sequence_id: str, worker_name: str, objects: dict[str, Any], needed: se
         gathering.needed = gathering.needed or needed
         complete = gathering.needed is not None and gathering.needed == gathering.parts.keys()
         parts = dict(gathering.parts) if complete else {}
-    if complete:
+    if complete:  # outside of the lock: settling runs callbacks
         gathering.collected.try_settle(parts, None)
 
 
 def broadcast_to_followers(sequence_id: str, objects_map: dict[str, Any]) -> None:
-    """Pass the objects of all members, by name, to the members below this one; then end this member's own wait.
+    """Pass the objects of all members to the members below this one; then end this member's own wait.
 
-    A parent calls this on each child by RPC, once for each `all_gather`; ``sequence_id`` names that `all_gather`.
-    Raises RpcTimeout, with torch's text, if a member below cannot be reached.
+    A parent calls this on each child by RPC. Raises RpcTimeout, with torch's text, if a member below cannot be reached.
     """
     agent = api.current_agent()
     with _lock:
@@ -201,11 +175,10 @@ def broadcast_to_followers(sequence_id: str, objects_map: dict[str, Any]) -> Non
 
 
 def fail_gathering(names: Sequence[str], number: int, worker_name: str, error: NbdistError) -> None:
-    """End one call of `all_gather` on this member with an error, and tell its parent and its children the same.
+    """End round ``number`` of a group on this member with an error, and tell its parent and its children the same.
 
-    ``worker_name`` is the member that calls this because its own round has failed; empty if the caller's round has not
-    failed. ``names`` and ``number`` tell which call of `all_gather` it is. Does nothing if that call has ended or
-    failed here, or if this member is the leader and has all objects: then it needs the lost member no longer.
+    ``worker_name`` is the caller, if the caller's own round has failed; else empty. Does nothing if the round has ended
+    or failed here, or if this member is the leader and has all objects: then it needs the lost member no longer.
     """
     agent = api.current_agent()
     with _lock:
@@ -223,11 +196,9 @@ def _tell_failed(
     but: str | None = None,
     to_leader: bool = False,
 ) -> None:
-    """Tell the parent and the children that a round has failed, except the member ``but``. Does not wait.
-
-    With ``to_leader``, tell only the leader, which then tells all, this member included.
-    """
-    plain = type(error)(str(error))  # without frames, notes and causes
+    """Tell the neighbours, except ``but``, that a round has failed; or the leader, which tells all. Does not wait."""
+    plain = type(error)(str(error))  # without frames, notes and causes, which do not concern other members
+    # Without a teller: the leader must not skip this member, whose own round has not failed yet.
     teller = "" if to_leader else agent.me.name
     for name in [names[0]] if to_leader else tree_place(names, agent.me.name).neighbours:
         if name != but:
@@ -293,18 +264,16 @@ class _Wait:
     """The waits of one member in one call of `all_gather`."""
 
     def __init__(self, agent: Agent, names: Sequence[str], number: int, place: TreePlace, deadline: float) -> None:
-        """Prepare the waits, which end with RpcTimeout at the ``deadline``, a time of `time.monotonic`."""
         self._agent = agent
         self._names = names
         self._number = number
+        # Members that leave before this one has the objects only if they fail. Others may have finished and left.
         self._near = [*place.above, *place.children] if place.above else names
-        """The members that leave before this member has the objects only if they fail; all members for the leader."""
-        self._deadline = deadline
-        self._looks = 0
-        """The number of checks that have found another member lost."""
+        self._deadline = deadline  # a time of `time.monotonic`
+        self._looks = 0  # checks that have found a member outside of `_near` gone
 
     def until(self, outcome: Future[dict[str, Any]]) -> dict[str, Any]:
-        """Wait until ``outcome`` has the objects; return them by name.
+        """Wait for the objects, and return them by name.
 
         Raises WorkerLost if a member of `_near` is lost, UnknownWorker if a name was never a member, and RpcTimeout at
         the deadline.
@@ -336,10 +305,6 @@ class _Wait:
 
 
 def _broadcast(sequence_id: str, whole: dict[str, Any], children: list[str], timeout: float) -> None:
-    """Send the objects of all members to the children, and wait until all members below have received them.
-
-    Raises RpcTimeout, with torch's text, if that fails for any child. ``timeout`` is in seconds, for each call.
-    """
     agent = api.current_agent()
     told = dict.fromkeys(children, (sequence_id, whole))
     errors = ask_each(agent, broadcast_to_followers, told, timeout=timeout).errors

@@ -26,13 +26,9 @@ from nbdist.wire.pickling.registered import register_reducer
 if TYPE_CHECKING:
     from nbdist.rpc.agent import Agent
 
-_UNKNOWN_RECEIVER = 0
-"""Stands for the unknown receiver of a reference that was serialized by ``pickle``. No agent has this incarnation."""
-
-_POLL = 0.005
-"""Seconds between two checks whether references have been released."""
-_lock = threading.Lock()
-"""Guards the attribute ``_compat_type`` of all references."""
+_UNKNOWN_RECEIVER = 0  # who will read a plain pickle; no agent has this incarnation
+_POLL = 0.005  # seconds
+_lock = threading.Lock()  # guards the attribute ``_compat_type`` of all references
 
 
 def extend() -> None:
@@ -59,11 +55,7 @@ Method = Callable[..., Any]
 
 
 def _stand_in(method: Method, way: str) -> Method:
-    """Return a replacement for ``method``, one of ``RRef.rpc_sync`` and its like, that raises torch's errors.
-
-    Like ``method``, it returns a proxy of the value. The method ``way`` of the agent's
-    `nbdist.rpc.calls.caller.Caller` makes the calls of the proxy's methods.
-    """
+    """Return a stand-in for ``RRef.rpc_sync`` and the like that raises torch's errors; ``way`` is a method of `Caller`."""
 
     @functools.wraps(method)
     def stand_in(self: RRef[Any], timeout: float = UNSET_RPC_TIMEOUT) -> Proxy:
@@ -73,10 +65,6 @@ def _stand_in(method: Method, way: str) -> Method:
 
 
 def _call(call: Method, rref: RRef[Any], name: str, timeout: float, *args: Any, **kwargs: Any) -> Any:
-    """Return ``call(rref, name, timeout, ...)``, which calls the method ``name`` of a reference's value.
-
-    If nbdist refuses the call, torch's error is raised. ``timeout`` is in seconds.
-    """
     try:
         return call(rref, name, timeout, *args, **kwargs)
     except (UsageError, RRefError) as error:
@@ -84,8 +72,6 @@ def _call(call: Method, rref: RRef[Any], name: str, timeout: float, *args: Any, 
 
 
 def _in_torchs_words(method: Method, name: str) -> Method:
-    """Return a function that does the same as ``method``, the method ``name`` of RRef, but raises torch's errors."""
-
     @functools.wraps(method)
     def use(self: RRef[Any], *args: Any, **kwargs: Any) -> Any:
         try:
@@ -97,8 +83,7 @@ def _in_torchs_words(method: Method, name: str) -> Method:
 
 
 def _type_of(rref: RRef[Any]) -> type:
-    """Return the type of a reference's value. Runs on the owner."""
-    return type(rref.local_value())
+    return type(rref.local_value())  # runs on the owner
 
 
 def _get_type(self: RRef[Any], timeout: float = UNSET_RPC_TIMEOUT, blocking: bool = True) -> Any:
@@ -106,7 +91,7 @@ def _get_type(self: RRef[Any], timeout: float = UNSET_RPC_TIMEOUT, blocking: boo
 
     If the request failed, the next call repeats it.
     """
-    with _lock:
+    with _lock:  # two threads that ask at once send one call
         future: Future[type] | None = getattr(self, "_compat_type", None)
         if future is None or (future.done() and future.exception() is not None):
             future = api.current_agent().call(self.owner(), _type_of, self, timeout=timeout)
@@ -135,16 +120,14 @@ class Serialized:
     def __reduce__(self) -> tuple[Any, ...]:
         """Return how pickle rebuilds a copy, with a new fork for an unknown receiver.
 
-        The value lives until the copy's `accept`, or for ever if the bytes are never read. If a copy is pickled again,
-        it passes its fork on.
+        The value lives until the copy's `accept`, or for ever if the bytes are never read.
         """
+        # A copy has one fork only, so pickling the copy again hands that fork on instead of making another one.
         return Serialized, (None, self._fork if self._rref is None else _fork_for_anybody(self._rref))
 
     def accept(self) -> RRef[Any]:
-        """Return the reference, for the current agent. A second call raises RRefError.
-
-        The caller, who may be on another worker, is then a user of the value.
-        """
+        """Make the current agent a user of the value; return the reference. A second call raises RRefError."""
+        # Both are forgotten before the fork is accepted: accepting it twice would count one user where there are two.
         rref, self._rref = self._rref, None
         fork, self._fork = self._fork, b""
         if rref is not None:
@@ -155,25 +138,18 @@ class Serialized:
 
 
 def in_a_message(serialized: Serialized) -> Any:
-    """Return how pickle rebuilds a copy of ``serialized`` in a message, in the form that ``__reduce__`` has.
-
-    The RRef itself goes into the message, and the codec makes the fork for the receiver.
-    """
+    """Return how pickle rebuilds ``serialized`` from a message: the RRef goes into it, and the codec makes the fork."""
     if serialized._rref is None:
         return serialized.__reduce__()
     return _unchanged, (serialized._rref,)
 
 
 def _unchanged(rref: RRef[Any]) -> RRef[Any]:
-    """Return the reference that the codec has rebuilt. Runs on the receiver."""
-    return rref
+    return rref  # on the receiver: the codec has rebuilt it
 
 
 def _serialize(self: RRef[Any]) -> tuple[Serialized]:
-    """Return the argument for `_deserialize`, which a pickler or a call can carry.
-
-    Raises torch's error if the reference cannot be used any more.
-    """
+    """Return the argument for `_deserialize`. Raises torch's error if the reference cannot be used any more."""
     try:
         self.check_alive()
     except RRefError as error:
@@ -182,27 +158,18 @@ def _serialize(self: RRef[Any]) -> tuple[Serialized]:
 
 
 def _deserialize(data: tuple[Serialized | RRef[Any]]) -> RRef[Any]:
-    """Return a reference, for the current agent, to the value of the reference on which `_serialize` was called.
-
-    Raises RRefError if ``data`` was used before.
-    """
+    """Return the reference on which `_serialize` was called, for the current agent. RRefError for a second use."""
     (serialized,) = data
     return serialized.accept() if isinstance(serialized, Serialized) else serialized
 
 
 def _fork_for_anybody(rref: RRef[Any]) -> bytes:
-    """Make a fork of a reference for an unknown receiver, and return it as bytes for `_accept_fork`.
-
-    The agent that accepts it becomes a user. If no agent does, the value is kept.
-    """
+    """Make a fork for an unknown receiver, as bytes for `_accept_fork`. The value lives until an agent accepts it."""
     return msgspec.msgpack.encode(rref.hand_over(_UNKNOWN_RECEIVER))
 
 
 def _accept_fork(data: bytes) -> RRef[Any]:
-    """Make the current agent a user of the value of a fork that `_fork_for_anybody` made; return the reference.
-
-    Accept each fork only once: a second time is not noticed.
-    """
+    """Make the current agent a user of the fork's value. Accepting a fork a second time is not noticed."""
     agent = api.current_agent()
     fork = msgspec.msgpack.decode(data, type=Fork)
     rref: RRef[Any]
@@ -220,7 +187,7 @@ def release_users(agent: Agent, timeout: float) -> None:
 
     References that the program still has cannot be used afterwards. Returns even if owners do not answer in time.
     """
-    deadline = time.monotonic() + durations.positive(timeout)
+    deadline = time.monotonic() + durations.positive(timeout)  # refuses a wrong timeout before anything is released
     agent.references.release_all()
     while agent.references.forks.users and time.monotonic() < deadline:
         time.sleep(_POLL)

@@ -29,7 +29,7 @@ def run(arguments: Sequence[str]) -> NoReturn:
     inherited = os.environ.get("PYTHONPATH")
     paths = [str(SITE), *(inherited.split(os.pathsep) if inherited else [])]
     os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(paths))
-    sys.stdout.flush()
+    sys.stdout.flush()  # exec would drop what is buffered
     sys.stderr.flush()
     flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]  # as multiprocessing
     os.execv(sys.executable, [sys.executable, *flags, *arguments])

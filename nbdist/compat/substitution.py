@@ -37,8 +37,6 @@ _REPLACED_MODULES = (
     "torch._C._distributed_",
 )
 
-"""The modules of torch whose functions and classes are replaced."""
-
 _lock = threading.Lock()
 installed = False
 """True once `install` has replaced the modules in this process."""
@@ -53,7 +51,7 @@ def install() -> None:
     with _lock:
         if installed:
             return
-        if _torch_rpc_runs():
+        if _torch_rpc_runs():  # its calls, references and contexts could not go on under nbdist
             raise UsageError(
                 "torch's own RPC is running in this process, so nbdist cannot replace it; "
                 "call nbdist.compat.install() before init_rpc"
@@ -72,16 +70,13 @@ def install() -> None:
 
 
 def _torch_rpc_runs() -> bool:
-    """Return whether torch's own RPC has an agent in this process."""
     extension = torch_rpc()
     return extension is not None and bool(extension._is_current_rpc_agent_set())
 
 
 def _take_over_settings() -> None:
-    """Copy the registered reducers and the flag ``_ignore_rref_leak`` from torch's modules to nbdist's.
-
-    torch itself registers reducers, too. Does nothing for modules that have not been imported.
-    """
+    """Copy the registered reducers and the flag ``_ignore_rref_leak`` from torch's modules to nbdist's."""
+    # Not imported for this: who has not imported them has set nothing there.
     internal, api = (sys.modules.get(f"torch.distributed.rpc.{name}") for name in ("internal", "api"))
     if internal is not None:
         for cls, reducer in internal._internal_rpc_pickler._class_reducer_dict.items():
@@ -91,10 +86,7 @@ def _take_over_settings() -> None:
 
 
 def _replace(name: str, module: types.ModuleType) -> None:
-    """Replace the module ``name`` and its submodules by ``module`` and its submodules, where programs can find them.
-
-    That is in ``sys.modules``, in the parent package, and in the globals of modules that imported from it.
-    """
+    """Replace the module ``name`` and its submodules by ``module`` and its submodules, wherever programs find them."""
     new = {name: module}
     for info in pkgutil.walk_packages(getattr(module, "__path__", []), f"{module.__name__}."):
         new[name + info.name.removeprefix(module.__name__)] = importlib.import_module(info.name)
@@ -107,10 +99,7 @@ def _replace(name: str, module: types.ModuleType) -> None:
 
 
 def _successors(old: dict[str, types.ModuleType], new: dict[str, types.ModuleType]) -> dict[int, tuple[Any, Any]]:
-    """Return pairs of an old object (module, function, class or pickler) and its replacement, by the old object's id.
-
-    Attributes that nbdist does not have keep torch's objects.
-    """
+    """Return pairs of an old object (module, function, class, pickler) and its replacement, by the old object's id."""
     found: dict[int, tuple[Any, Any]] = {}
     for name, module in old.items():
         if name not in new:
@@ -124,21 +113,18 @@ def _successors(old: dict[str, types.ModuleType], new: dict[str, types.ModuleTyp
 
 
 def _is_torch_rpcs(value: Any) -> bool:
-    """Return whether one of the replaced modules defines a function or class, or the class of an instance."""
+    # Others must stay: `torch.futures.Future`, too, is a global of torch's modules, and nbdist's have another `Future`.
     defined = value if isinstance(value, type | types.FunctionType | types.BuiltinFunctionType) else type(value)
     return str(defined.__module__).startswith(_REPLACED_MODULES)
 
 
 def _rebind(successors: dict[int, tuple[Any, Any]]) -> None:
-    """Replace the old objects in the globals of all modules; ``successors`` is the result of `_successors`.
-
-    So modules that did ``from torch.distributed.rpc import rpc_sync`` before call nbdist, too.
-    """
-    for module in list(sys.modules.values()):
+    """Replace the old objects in the globals of all modules, which may have imported them before."""
+    for module in list(sys.modules.values()):  # a copy: another thread may import
         namespace = getattr(module, "__dict__", None)
         if not isinstance(namespace, dict):
             continue
         for name, value in list(namespace.items()):
-            known = successors.get(id(value))
+            known = successors.get(id(value))  # by id, because a value may be unhashable
             if known is not None and known[0] is value:
                 namespace[name] = known[1]

@@ -1,7 +1,8 @@
 """Translates errors of nbdist into torch's, with torch's class and text. The cause of each is nbdist's own error.
 
 Programs recognise torch's errors by class and text. Only a process in which compat is installed gets these errors;
-elsewhere an error keeps its own type.
+elsewhere an error keeps its own type. If torch has no error for a case, each ``refuse_…`` raises nbdist's, and each
+``of_…`` returns it.
 
 ========================================= ==========================================================================
 nbdist's error                            torch's
@@ -41,47 +42,35 @@ from nbdist.rpc.core.members import WorkerInfo
 from nbdist.rpc.references.rref import RRef
 
 NO_AGENT = "Current RPC agent is not set! Did you initialize the RPC framework (e.g. by calling `rpc.init_rpc`)?"
-"""torch's text if RPC does not run."""
 
-_PICKLER_ERRORS = TypeError, AttributeError, pickle.PicklingError
-"""The errors with which Python's pickler refuses an object."""
+_PICKLER_ERRORS = TypeError, AttributeError, pickle.PicklingError  # with which Python's pickler refuses an object
+# torch's words for the uses of a deleted RRef. It has none for other uses.
 _AFTER_DELETION = {"to_here()": "to_here() on it", "fork": "fork an UserRRef"}
-"""torch's words for the uses of a deleted RRef, by the use's name here."""
 _ON_BOTH_SIDES = """Default RPC pickler does not serialize
             function code. Ensure that UDFs are defined on both caller and
             callee modules."""
 
 
 def refuse_call(error: NbdistError, to: Any = "") -> NoReturn:
-    """Raise the error that torch raises for a call to the worker ``to``, which nbdist has refused with ``error``.
-
-    Its cause is ``error``. If torch has no error for the case, ``error`` itself is raised.
-    """
+    """Raise the error that torch raises for a call to the worker ``to``, which nbdist has refused with ``error``."""
     _raise(_of_call(error, to), error)
 
 
 def refuse_worker_info(error: UsageError, name: Any) -> NoReturn:
-    """Raise the error that torch raises for ``get_worker_info(name)``, which nbdist has refused with ``error``.
-
-    If ``name`` is no str, id or `WorkerInfo`, this is torch's TypeError; for an unknown worker it is `UnknownWorker`
-    with torch's text. Its cause is ``error``. If torch has no error for the case, ``error`` itself is raised.
-    """
+    """Raise the error that torch raises for ``get_worker_info(name)``, which nbdist has refused with ``error``."""
     _raise(_of_worker_info(error, name), error)
 
 
 def refuse_rref(error: NbdistError, what: str, rref: RRef[Any]) -> NoReturn:
-    """Raise the error that torch raises for a use of ``rref``, such as "to_here()", which nbdist has refused.
+    """Raise the error that torch raises for a use of ``rref``, which nbdist has refused with ``error``.
 
-    Its cause is ``error``, nbdist's own error. If torch has no error for the case, ``error`` itself is raised.
+    ``what`` is "to_here()", "fork" or the like, and empty for a call of a method of the value.
     """
     _raise(_of_rref(error, what, rref), error)
 
 
 def _of_rref(error: NbdistError, what: str, rref: RRef[Any]) -> Exception:
-    """Return torch's error for the use ``what`` of a reference; ``error`` itself if torch has none.
-
-    ``what`` is "to_here()", "fork" or the like, and empty for a call of a method of the value.
-    """
+    # First: after `shutdown`, an RRef of another worker has both ended and been forgotten, and torch says "deleted".
     if rref.is_forgotten() and what in _AFTER_DELETION:
         names = f"UserRRef(rref_id={rref.id}, fork_id={rref.fork_id})"
         return RuntimeError(f"{names} has been deleted. Cannot call {_AFTER_DELETION[what]} after deletion.")
@@ -91,7 +80,6 @@ def _of_rref(error: NbdistError, what: str, rref: RRef[Any]) -> Exception:
 
 
 def _raise(said: Exception, error: Exception) -> NoReturn:
-    """Raise ``said`` from ``error``; they may be the same object."""
     try:
         if said is error:
             raise error
@@ -101,7 +89,6 @@ def _raise(said: Exception, error: Exception) -> NoReturn:
 
 
 def _of_call(error: NbdistError, to: Any) -> Exception:
-    """Return torch's error for a call to ``to``; ``error`` itself if torch has none."""
     if isinstance(error, NotInitialized):
         return NotInitialized("RPC has not been initialized. Call torch.distributed.rpc.init_rpc first.")
     if isinstance(error, UnknownWorker):
@@ -115,7 +102,6 @@ def _of_call(error: NbdistError, to: Any) -> Exception:
 
 
 def _of_unmapped(error: EncodeError) -> RuntimeError:
-    """Return torch's error for a tensor on a GPU for which there is no device map."""
     what = "Response" if error.unmapped == "result" else "Request"
     return RuntimeError(
         "TensorPipe RPC backend only supports CPU tensors by default; send tensor.cpu(), or call `set_device_map` on "
@@ -124,24 +110,20 @@ def _of_unmapped(error: EncodeError) -> RuntimeError:
 
 
 def refuse_init(error: UsageError) -> NoReturn:
-    """Raise the error that torch raises for an ``init_rpc`` that nbdist has refused with ``error``.
-
-    It is a ValueError for an impossible device map; else ``error`` itself.
-    """
-    text = str(error)
+    """Raise the error that torch raises for an ``init_rpc`` that nbdist has refused with ``error``."""
+    text = str(error)  # an impossible device map, for which torch has a ValueError, begins with the node
     _raise(ValueError(text) if text.startswith("Node ") else error, error)
 
 
 def _of_pickler(error: EncodeError) -> Exception:
-    """Return a copy, without traceback, of the error of Python's pickler that caused ``error``; else ``error``."""
     cause: BaseException | None = error
     while isinstance(cause, NbdistError):
         cause = cause.__cause__
+    # A copy, because ``error`` will be its cause, and it is the cause of ``error``.
     return type(cause)(*cause.args) if isinstance(cause, Exception) and type(cause) in _PICKLER_ERRORS else error
 
 
 def _of_worker_info(error: UsageError, name: Any) -> Exception:
-    """Return torch's error for ``get_worker_info(name)``: a TypeError in place of the ValueError of a call."""
     said = _of_call(error, name)
     if isinstance(said, ValueError):
         return TypeError(f"get_worker_info(): incompatible function arguments. Invoked with: {name!r}")
@@ -156,8 +138,7 @@ def refuse_file(file: io.TextIOWrapper) -> NoReturn:
 def of_lacking(error: BaseException, worker: str) -> BaseException:
     """Return torch's error for a call whose function or class ``worker`` lacks, or whose result is on an unmapped GPU.
 
-    Its cause is nbdist's error. Any other error is returned unchanged. `nbdist.rpc.failures` calls this for each
-    error that a call brings back.
+    `nbdist.rpc.failures` calls this for each error that a call brings back.
     """
     if isinstance(error, EncodeError) and error.unmapped:
         unmapped = _of_unmapped(error)
@@ -178,12 +159,9 @@ def of_lacking(error: BaseException, worker: str) -> BaseException:
 
 
 def of_backward(error: Exception, root: int) -> Exception:
-    """Return torch's error for a backward pass that ends with ``error``; the worker with the id ``root`` began it.
-
-    An error from outside of the pass, such as the loss of a worker, is returned unchanged.
-    """
+    """Return torch's error for a backward pass that ends with ``error``; the worker with the id ``root`` began it."""
     if isinstance(error, NbdistError) and not isinstance(error, RemoteError):
-        return error
+        return error  # from outside of the pass, such as the loss of a worker
     text = f"Error on Node {root}: "
     notes = [note for note in getattr(error, "__notes__", ()) if note.startswith("raised on ")]
     if notes:
@@ -193,10 +171,9 @@ def of_backward(error: Exception, root: int) -> Exception:
 
 
 def _id_of(worker: str) -> int | str:
-    """Return a worker's id; its name if it is not a member any more."""
     with contextlib.suppress(NbdistError):
         return api.get_worker_info(worker).id
-    return worker
+    return worker  # its name, if it is not a member any more
 
 
 def of_leaks(forks: Sequence[tuple[GlobalId, GlobalId]]) -> RuntimeError:

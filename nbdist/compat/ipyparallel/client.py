@@ -42,6 +42,7 @@ def view_of(cluster: Workers, targets: Targets = None, *, balanced: bool = False
 class Client(Closed):
     """Makes views of the notebook's cluster; if none runs, starts one with a worker for each core.
 
+    Methods that take targets raise UnknownWorker or UsageError for engines that do not exist.
     ``notebooks/10_from_ipyparallel.ipynb`` shows it.
     """
 
@@ -70,10 +71,7 @@ class Client(Closed):
         return map(self.direct_view, self.ids)
 
     def _select(self, targets: Targets) -> list[int] | None:
-        """Return the ranks of the engines in a target; None for all engines, also those that join later.
-
-        Raises UnknownWorker or UsageError as `nbdist.Cluster.select` does.
-        """
+        """Return the ranks of the engines in a target; None for all engines, also those that join later."""
         asked = self.ids[targets] if isinstance(targets, slice) else targets
         return None if means_all(targets) else [worker.rank for worker in self.cluster.select(asked)]
 
@@ -82,8 +80,6 @@ class Client(Closed):
 
         A view of all, without targets or with ``"all"``, includes engines that join later; that of ``client[:]`` does
         not.
-
-        Raises UnknownWorker or UsageError for engines that do not exist.
         """
         return DirectView(self.cluster, self._select(targets), single=isinstance(targets, int), block=self.block)
 
@@ -93,16 +89,11 @@ class Client(Closed):
         """Return a view that gives each task to one engine: the first free one of some engines, or of all.
 
         Without targets, or with ``"all"``, it uses engines that join later, too.
-
-        Raises UnknownWorker or UsageError for engines that do not exist.
         """
         return LoadBalancedView(self.cluster, self._select(targets), block=self.block)
 
     def executor(self, targets: Targets = None) -> ViewExecutor:
-        """Return a `concurrent.futures` executor, which runs each call on the first free one of some engines, or all.
-
-        Raises UnknownWorker or UsageError for engines that do not exist.
-        """
+        """Return a `concurrent.futures` executor: each call runs on the first free one of some engines, or of all."""
         return self.load_balanced_view(targets).executor
 
     wait = staticmethod(wait_for)
@@ -130,13 +121,10 @@ class Client(Closed):
 
 
 def _awaitable(method: Callable[P, T]) -> Callable[P, Coroutine[Any, Any, T]]:
-    """Return a coroutine function that calls a method. It does not yield: it blocks the event loop until it ends.
-
-    Starting or ending workers takes a second or two.
-    """
 
     @functools.wraps(method)
     async def awaited(*args: P.args, **kwargs: P.kwargs) -> T:
+        # This blocks the event loop for the second or two in which workers start or end.
         return method(*args, **kwargs)
 
     return awaited
@@ -213,5 +201,4 @@ class Cluster(Closed):
 
 
 def _workers(n: int | None) -> Workers:
-    """Return a cluster of ``n`` workers that is not started, by default one for each core that this process may use."""
     return nbdist.Cluster(n or machine.cores())

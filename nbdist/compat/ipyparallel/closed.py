@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+# The substitutes, as the errors name them, each with the names of ipyparallel that it replaces.
 _SUBSTITUTES = {
     "nothing: the output of a task appears in the notebook at once": "stdout stderr outputs display_outputs",
     "cluster.interrupt(), which interrupts the code that the workers run": "abort",
@@ -21,7 +22,6 @@ _SUBSTITUTES = {
     "a cell: %%remote %reset -f": "clear",
     "the library's own client": "become_dask stop_dask stop_distributed register_joblib_backend",
 }
-"""The substitutes, as the errors name them, each with the names of ipyparallel that it replaces."""
 
 
 def refuse(owner: str, name: str) -> Any:

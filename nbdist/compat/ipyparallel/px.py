@@ -14,13 +14,11 @@ _USAGE = "%%px [-t TARGETS] [-a] [--block] [--local] [--group-outputs=engine] [-
 
 
 def _read(line: str) -> dict[str, Any]:
-    """Return the options of a line of ``%%px``, by their long names. If two contradict each other, the last one counts.
-
-    Raises UsageError for a wrong line.
-    """
+    """Return the options of a line of ``%%px``, by their long names. Raises UsageError for a wrong line."""
     reader = Reader(_USAGE, "-a --noblock", "--local", "--stream", "--no-stream", "-v --verbose")
     for option in ("-t --targets", "-o --out", "-g --group-outputs", "-p --progress-after"):
         reader.add_argument(*option.split())
+    # The same entry as --noblock: of the two, the last one counts.
     reader.add_argument("--block", dest="noblock", action="store_false")
     return {name.replace("_", "-"): value for name, value in vars(reader.read(line)).items()}
 
@@ -29,10 +27,7 @@ class Px:
     """The magics ``%px``, ``%autopx`` and so on, for some engines."""
 
     def __init__(self, shell: Any, targets: str) -> None:
-        """Make the magics for ``targets``, a target of ``%%remote``, which a line of ``%%px`` can override.
-
-        Nothing is run or registered yet.
-        """
+        """Make the magics for ``targets``, a target of ``%%remote``, which a line of ``%%px`` can override."""
         self._shell, self._defaults = shell, f"--targets={targets}"
         self._last: Any = None
 

@@ -17,8 +17,8 @@ from nbdist.compat.ipyparallel.closed import Closed
 from nbdist.views.workers.line import LiveText
 from nbdist.views.workers.progress import bar
 
+# The entries of a task's ``metadata``, and the attributes of `Task` that they come from.
 _FACTS = {"engine_id": "rank"} | {each: each for each in ("submitted", "started", "completed", "received")}
-"""The entries of a task's ``metadata``, and the attributes of `Task` that they come from."""
 
 
 def wait_for(results: AsyncResult | Iterable[AsyncResult], timeout: float | None = None) -> bool:
@@ -31,7 +31,6 @@ def wait_for(results: AsyncResult | Iterable[AsyncResult], timeout: float | None
 
 
 def _limit(timeout: float | None) -> float | None:
-    """Return a time limit of ipyparallel's in the form of Python's futures: None for a negative one."""
     return timeout if timeout is None or timeout >= 0 else None
 
 
@@ -58,24 +57,18 @@ class AsyncResult(Closed, Future[Any]):
         self._settle()
 
     def _settle(self, _: object = None) -> None:
-        """Set the value, or the first error, if all tasks have ended; else ask an open task to call this when it ends.
-
-        Called by the constructor, and then by the thread in which that task ends. No lock: one task calls at a time.
-        """
+        """Set the value or the first error if all tasks have ended; else ask an open task to call this when it ends."""
+        # The constructor calls this, and then the thread in which that task ends. No lock: one task calls at a time.
         for task in self._left:
             if not task.done():
                 return task.add_done_callback(self._settle)
         try:
             values = list(self._values())
             self.set_result(values[0] if self._single else values)
-        except BaseException as error:
+        except BaseException as error:  # the user's function: whatever it raises, also KeyboardInterrupt, is the answer
             self.set_exception(error)
 
     def _values(self) -> Iterator[Any]:
-        """Yield the values of all tasks in order, waiting for each. Raises the error of a task that failed.
-
-        If each task has a list of values (``chunks``), yield the items of these lists.
-        """
         return self._join(task.result() for task in self._tasks)
 
     def result(self, timeout: float | None = None) -> Any:
@@ -92,10 +85,7 @@ class AsyncResult(Closed, Future[Any]):
     wait = wait_for
 
     def successful(self) -> bool:
-        """Return whether all tasks have ended without an error.
-
-        False while some task has not ended.
-        """
+        """Return whether all tasks have ended without an error."""
         return self.done() and self.exception() is None
 
     @property
@@ -172,5 +162,4 @@ class AsyncResult(Closed, Future[Any]):
         shown.draw(self._progress_bar(), last=True)
 
     def _progress_bar(self) -> str:
-        """Return the progress bar as text."""
         return f"{bar(self.progress, len(self), 30)}  {self.progress}/{len(self)} tasks"

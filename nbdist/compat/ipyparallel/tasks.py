@@ -43,9 +43,6 @@ def take_name() -> None:
 
 
 def _resolved(value: Any) -> Any:
-    """Evaluate a `Reference` among this worker's variables, and return the result; return any other value unchanged.
-
-    Raises the errors of the expression, such as NameError for an unknown variable.
-    """
+    """Evaluate a `Reference` among this worker's variables; return any other value unchanged."""
     shell: Any = get_ipython()
     return eval(value.expression, shell.user_global_ns, shell.user_ns) if isinstance(value, Reference) else value

@@ -28,8 +28,7 @@ class View(Closed):
     ``notebooks/10_from_ipyparallel.ipynb`` shows them.
     """
 
-    _balanced = False
-    """True if each task goes to one worker, the first free one."""
+    _balanced = False  # True if each task goes to one worker, the first free one
 
     def __init__(
         self, cluster: Cluster, targets: Sequence[int] | None, *, single: bool = False, block: bool = False
@@ -48,7 +47,6 @@ class View(Closed):
 
     @property
     def _executors(self) -> list[WorkerExecutor]:
-        """The executors that get tasks in turn: one for each worker, or one for all of a load balanced view."""
         return [self.cluster.executor(each) for each in ([self._targets] if self._balanced else self.targets)]
 
     def __repr__(self) -> str:
@@ -59,16 +57,12 @@ class View(Closed):
         return len(self.targets)
 
     def _submit(self, calls: Sequence[tuple[Any, ...]], **shape: bool) -> AsyncResult:
-        """Submit calls, each a tuple of a function and its arguments; return one handle for all of them.
-
-        The first call goes to the first worker of a direct view, the second to the next, and round again. A load
-        balanced view submits all calls to all its workers together. ``shape`` is for `AsyncResult`.
-        """
+        """Submit calls, each a tuple of a function and its arguments; return one handle for all of them."""
+        # A direct view has an executor for each worker, a load balanced view one for all, which picks a free worker.
         turns = zip(itertools.cycle(self._executors), calls, strict=False)
         return AsyncResult([executor.submit(*call) for executor, call in turns], **shape)
 
     def _unwrap(self, result: AsyncResult, block: bool | None = None) -> Any:
-        """Return a handle's value, waiting for it, if ``block`` or else the view's `block` is True; else the handle."""
         return result.get() if (self.block if block is None else block) else result
 
     def apply_async(self, function: Any, /, *args: Any, **kwargs: Any) -> AsyncResult:
@@ -149,6 +143,9 @@ class View(Closed):
 class DirectView(View):
     """Gives each task to all of its workers. The value of a call is the list of the workers' values, by rank.
 
+    `push`, `pull`, `scatter` and `gather` always wait. They return the value if ``block``, or else the view's `block`,
+    is True; otherwise a handle that is done. `pull` and `gather` raise NameError for a variable that a worker lacks.
+
     ``notebooks/10_from_ipyparallel.ipynb`` shows it.
     """
 
@@ -171,26 +168,23 @@ class DirectView(View):
         return self.execute(Path(filename).read_text(), block=block)
 
     def _wrap(self, value: Any, block: bool | None) -> Any:
-        """Return a value that has arrived if ``block``, or the view's `block`, is True; else a handle that is done."""
         task = Task()
         task.settle(value)
         return self._unwrap(AsyncResult([task], single=True), block)
 
     def push(self, variables: Mapping[str, Any], *, block: bool | None = None) -> Any:
-        """Set variables on each worker, after the cells that were sent before. Always waits.
+        """Set variables on each worker, after the cells that were sent before.
 
         Raises UsageError for a name that is no identifier, EncodeError for a value that cannot be sent, WorkerLost
-        if a worker is dead. Returns None if ``block``, or the view's `block`, is True; else a handle that is done, with
-        the value None.
+        if a worker is dead.
         """
         self.cluster.push(variables, self.targets)
         return self._wrap(None, block)
 
     def pull(self, names: str | Sequence[str], *, block: bool | None = None) -> Any:
-        """Fetch variables from each worker: a name gives its value, several names give a list. Always waits.
+        """Fetch variables from each worker: a name gives its value, several names give a list.
 
-        Returns a list of the values by worker (of a view of one rank, the one value) if ``block``, or the view's
-        `block`, is True; else a handle that is done. Raises NameError if a worker has no such variable.
+        The value is a list by worker; of a view of one rank, the one value.
         """
         found = self.cluster.pull(names, self.targets[0] if self._single else self.targets)
         if not isinstance(names, str):
@@ -202,29 +196,21 @@ class DirectView(View):
         self.push({name: value}, block=True)
 
     def __getitem__(self, name: str) -> Any:
-        """Fetch a variable from each worker: ``view["x"]``. Returns a list of the values; of a view of one rank, one.
-
-        Raises NameError if a worker has no such variable.
-        """
+        """Fetch a variable from each worker: ``view["x"]``. Return their list; of a view of one rank, the one value."""
         return self.pull(name, block=True)
 
     def scatter(self, name: str, values: Any, *, flatten: bool = False, block: bool | None = None) -> Any:
         """Cut a sequence into one part for each worker, and set the variable ``name`` to the worker's part.
 
         With ``flatten``, a part with only one item is replaced by the item. A worker gets an empty part if there are
-        fewer items than workers. Always waits, and raises the errors of `push`. Returns None if ``block``, or the
-        view's `block`, is True; else a handle that is done.
+        fewer items than workers. Raises the errors of `push`.
         """
         for number, part in zip(targets := self.targets, _parts(values, len(targets)), strict=True):
             self.cluster.push({name: part[0] if flatten and len(part) == 1 else part}, number)
         return self._wrap(None, block)
 
     def gather(self, name: str, *, block: bool | None = None) -> Any:
-        """Fetch a variable from each worker and join the parts: the opposite of `scatter`. Always waits.
-
-        Returns the joined sequence, array or tensor if ``block``, or the view's `block`, is True; else a handle that is
-        done. Raises NameError if a worker has no such variable.
-        """
+        """Fetch a variable from each worker and join the parts, as the opposite of `scatter`."""
         return self._wrap(self[name] if self._single else _joined(self[name]), block)
 
     def activate(self, suffix: str = "") -> DirectView:

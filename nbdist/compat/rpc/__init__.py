@@ -1,6 +1,6 @@
 """Replaces torch.distributed.rpc: its public names, and the private ones that programs use.
 
-===================  ========================================================
+===================  ============================================================
 `constants`          torch's constants
 `backend_registry`   the names of backends
 `functions`          torch's decorators
@@ -8,7 +8,7 @@
 `api`                the calls
 `options`            the options of the backend
 `rref_proxy`         the proxies of references
-===================  ========================================================
+===================  ============================================================
 """
 # ruff: noqa: F401 - torch's package has many names that its __all__ does not list
 
@@ -115,9 +115,8 @@ def _init_rpc_backend(
 ) -> None:
     """Start an agent of a backend, and make it the current one. On a worker of a cluster, use the running agent.
 
-    ``store`` is for the backend's own function; without it, an agent of nbdist opens its own store. Raises UsageError
-    if the program's own agent runs in this process already, if a cluster's agent cannot do what the arguments ask, such
-    as take another name, or if ``name`` is no str.
+    Raises UsageError if the program's own agent runs in this process already, if a cluster's agent cannot do what the
+    arguments ask, such as take another name, or if ``name`` is no str.
     """
     if not isinstance(name, str):
         raise UsageError(f"Argument name must be a str, not {name!r}")
@@ -135,7 +134,7 @@ def _init_rpc_backend(
         world_size=world_size,
         rpc_backend_options=rpc_backend_options or construct_rpc_backend_options(chosen),
     )
-    if not _is_current_rpc_agent_set():
+    if not _is_current_rpc_agent_set():  # a registered backend's function has made an agent of another kind
         api._set_and_start_rpc_agent(agent)
 
 
@@ -143,7 +142,7 @@ def _init_rpc_backend(
 
 
 def get_rpc_timeout() -> float:
-    """Return the default time limit of this worker's calls, in seconds. Raises NotInitialized if RPC does not run."""
+    """Return the default time limit of this worker's calls, in seconds."""
     return current_agent().rpc_timeout
 
 

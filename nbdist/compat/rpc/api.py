@@ -27,11 +27,8 @@ __all__ = ["RRef", "get_worker_info", "remote", "rpc_async", "rpc_sync", "shutdo
 
 logger = logging.getLogger("nbdist.compat")
 
-_ignore_rref_leak = True
-"""False if `shutdown` must raise an error for references that were not deleted. A program may set it."""
-
-_PRACTICALLY_NO_WAIT = 1e-9
-"""Seconds for which `_delete_users` waits. Practically none, because the last round of `shutdown` waits anyway."""
+_ignore_rref_leak = True  # a program sets it to False, if `shutdown` must raise an error for RRefs not deleted
+_PRACTICALLY_NO_WAIT = 1e-9  # seconds; 0 is refused, and the last round of `shutdown` waits anyway
 
 _thread_local_var = threading.local()
 
@@ -105,7 +102,7 @@ def _wait_all() -> Iterator[None]:
     Raises the first error among them. Blocks of one thread cannot be nested: an inner block forgets the calls of the
     outer block, which then ends with AttributeError.
     """
-    _thread_local_var.future_list = []
+    _thread_local_var.future_list = []  # torch's name: a suite reads it
     try:
         yield
     finally:
@@ -119,12 +116,11 @@ def _wait_all() -> Iterator[None]:
 
 
 def _get_current_rpc_agent() -> RpcAgent:
-    """Return the current agent in torch's form. Raises NotInitialized if RPC does not run."""
     return agent_of_torch()
 
 
 def _set_and_start_rpc_agent(agent: Any) -> None:
-    """Raise UsageError: a registered backend's own agent cannot be used."""
+    # torch's name: a suite replaces this function by a mock.
     raise UsageError(
         f"nbdist cannot make calls through {agent!r}, which is not an agent of nbdist; use a backend of BackendType "
         "that nbdist has, such as TENSORPIPE"
@@ -152,25 +148,19 @@ def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -
         agent.ending.release = _delete_users
     leaked = [] if graceful else agent.references.leaked()  # before shutdown, which leaves no time to delete RRefs
     rpc.shutdown(graceful, timeout)
+    # A graceful end asks after it, because the others release their references during the end.
     leaked = leaked or agent.references.leaked()
     if leaked and not _ignore_rref_leak:
         raise words.of_leaks(leaked)
 
 
 def _delete_users() -> None:
-    """Release all references to other workers' values, by `_delete_all_user_and_unforked_owner_rrefs`.
-
-    A graceful `shutdown` of a fixed world calls this. A program that replaces that function of this module can thus
-    keep the references.
-    """
+    # By the module's name, at the time of the call: torch's suites replace that function to provoke a leak.
     _delete_all_user_and_unforked_owner_rrefs(_PRACTICALLY_NO_WAIT)
 
 
 def _delete_all_user_and_unforked_owner_rrefs(timeout: float = 100.0) -> None:
-    """Release all references to other workers' values; wait for the owners, ``timeout`` seconds at most.
-
-    Returns also if owners do not answer in time. The references cannot be used afterwards.
-    """
+    """Release all references to other workers' values, as `nbdist.compat.references.release_users`."""
     references.release_users(rpc.current_agent(), timeout)
 
 
@@ -192,10 +182,7 @@ def _all_gather(
 
 
 def _barrier(worker_names: Collection[str]) -> None:
-    """Wait, without a time limit, until all of ``worker_names`` have called this.
-
-    Logs errors, such as the loss of a worker, and returns, as in torch.
-    """
+    """Wait, without a time limit, until all of ``worker_names`` have called this; only log errors, as torch."""
     try:
         _all_gather(None, worker_names)
     except NbdistError:
@@ -203,8 +190,5 @@ def _barrier(worker_names: Collection[str]) -> None:
 
 
 def _wait_all_workers(timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -> None:
-    """Wait until all workers have called this.
-
-    ``timeout`` is in seconds, 0 for no limit. Raises the errors of `_all_gather`: RpcTimeout, WorkerLost.
-    """
+    """Wait until all workers have called this; ``timeout`` and the errors are those of `_all_gather`."""
     _all_gather(None, timeout=timeout)

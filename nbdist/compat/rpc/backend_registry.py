@@ -30,12 +30,10 @@ __all__ = [
 
 
 class BackendValue(NamedTuple):
-    """The two functions of a backend."""
+    """The two functions of a backend: one makes its options, one starts an agent."""
 
     construct_rpc_backend_options_handler: Callable[..., Any]
-    """Makes the backend's options."""
     init_backend_handler: Callable[..., Any]
-    """Starts an agent."""
 
 
 class _Backend:
@@ -54,7 +52,6 @@ def _options(rpc_timeout: float, init_method: str, **kwargs: Any) -> TensorPipeR
 def _start(
     store: Any, name: str, rank: int, world_size: int | None, rpc_backend_options: RpcBackendOptions
 ) -> RpcAgent:
-    """Start nbdist's agent. Raises TypeError for options of another backend."""
     if not _suits_tensorpipe(rpc_backend_options):
         wanted = TensorPipeRpcBackendOptions.__name__
         raise TypeError(f"`rpc_backend_options` must be a `{wanted}`, not {rpc_backend_options!r}")
@@ -62,7 +59,7 @@ def _start(
 
 
 BackendType: Any = Enum("BackendType", {"TENSORPIPE": BackendValue(_options, _start)}, type=_Backend)
-"""The registered backends, by name. As in torch, every registration makes a new class."""
+"""The registered backends, by name. As in torch, every registration makes a new class, since enums are closed."""
 
 
 def backend_registered(backend_name: str) -> bool:
@@ -93,7 +90,7 @@ def register_backend(
 def construct_rpc_backend_options(
     backend: Any, rpc_timeout: float = DEFAULT_RPC_TIMEOUT_SEC, init_method: str = DEFAULT_INIT_METHOD, **kwargs: Any
 ) -> Any:
-    """Return options for a backend, made by the backend's own function."""
+    """Return options for a backend."""
     return backend.value.construct_rpc_backend_options_handler(rpc_timeout, init_method, **kwargs)
 
 
@@ -123,7 +120,7 @@ def backend_of(options: RpcBackendOptions | None) -> Any:
 
 
 def _suits_tensorpipe(options: object) -> bool:
-    """Return whether options are for TENSORPIPE: torch's class, or nbdist's own."""
+    # A program's own subclass of nbdist's options belongs to the backend that it has registered.
     return isinstance(options, TensorPipeRpcBackendOptions) or type(options) is RpcBackendOptions
 
 

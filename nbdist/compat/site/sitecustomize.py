@@ -25,17 +25,14 @@ class _AfterTorch(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        """Return torch's spec, with a loader that calls `_install` afterwards; None for any other module.
-
-        This finder acts until torch is imported: a program may only look whether there is a torch.
-        """
+        """Return torch's spec, with a loader that calls `_install` afterwards; None for any other module."""
         if fullname != "torch":
             return None
         sys.meta_path.remove(self)  # the search asks all finders
         try:
             spec = importlib.util.find_spec(fullname)
         finally:
-            sys.meta_path.insert(0, self)
+            sys.meta_path.insert(0, self)  # until torch is imported: a program may only look whether there is a torch
         if spec is None or spec.loader is None:
             return spec
         loader: Any = spec.loader
@@ -52,16 +49,13 @@ class _AfterTorch(MetaPathFinder):
 
 
 def _install() -> None:
-    """Call `nbdist.compat.install`. If nbdist cannot be imported, say so on standard error and do nothing.
-
-    It is imported as this Python has it installed, or else from the checkout that contains this file.
-    """
+    """Call `nbdist.compat.install`. If nbdist cannot be imported, say so on standard error and do nothing."""
     root = os.path.dirname(os.path.dirname(os.path.dirname(_HERE)))
     checkout = importlib.util.find_spec("nbdist") is None and os.path.basename(root) not in (
         "site-packages",
         "dist-packages",
     )
-    if checkout:
+    if checkout:  # a child's Python may lack nbdist; site-packages would bring in all of their packages
         sys.path.append(root)
     try:
         from nbdist import compat
@@ -79,10 +73,7 @@ def _install() -> None:
 
 
 def _run_the_other() -> None:
-    """Import the ``sitecustomize`` of this system or environment, which this module hides, if there is one.
-
-    Python would have imported it if this folder were not the first on the path. Errors of that module are raised.
-    """
+    """Import the ``sitecustomize`` of this system or environment, which this module hides, if there is one."""
     others = [path for path in sys.path if os.path.abspath(path or os.curdir) != _HERE]
     spec = importlib.machinery.PathFinder.find_spec("sitecustomize", others)
     if spec is not None and spec.loader is not None:
