@@ -55,7 +55,7 @@ Method = Callable[..., Any]
 
 
 def _stand_in(method: Method, way: str) -> Method:
-    """Return a stand-in for ``RRef.rpc_sync`` and the like that raises torch's errors; ``way`` is a method of `Caller`."""
+    """Replace ``RRef.rpc_sync`` and the like, and raise torch's errors; ``way`` is a method of `Caller`."""
 
     @functools.wraps(method)
     def stand_in(self: RRef[Any], timeout: float = UNSET_RPC_TIMEOUT) -> Proxy:
