@@ -114,7 +114,8 @@ class Collation:
             is_known = list(map(id, latest)) == list(map(id, self._compared))
             self._compared = latest
             told = {worker.name: worker.histories for worker in self._workers if worker.alive}
-            differs = not is_known and bool(self._has_lost(cell) or self._part(told, True))
+            is_new = not is_known and any(self._key(each) not in self._told for each in self._part(told, True))
+            differs = is_new or (not is_known and bool(self._has_lost(cell)))
         finally:
             if not differs:
                 end()
@@ -137,9 +138,8 @@ class Collation:
             for text in say_last(_told(asked), [worker.name for worker in self._workers], lost):
                 _print(cell, text)
         for each in partings:
-            what = self._lifecycle.generations.present, each.group, each.absent or each.number, each.behind
-            if what not in self._told and (is_whole or not each.absent):
-                self._told.add(what)
+            if self._key(each) not in self._told and (is_whole or not each.absent):
+                self._told.add(self._key(each))
                 goes_on = each.absent and not cell.errors
                 _print(cell, f"{each.text}{_SHIFTED if goes_on else ''}")
         for worker in self._workers:
@@ -151,6 +151,10 @@ class Collation:
     def _has_lost(self, cell: Cell) -> list[str]:
         """Return the workers that have died in a cell."""
         return [each.name for each in self._workers if not each.alive and each.name in cell.parts]
+
+    def _key(self, parting: Parting) -> object:
+        """Return what makes a parting another one: it is found at the end of each later cell, too."""
+        return self._lifecycle.generations.present, parting.group, parting.absent or parting.number, parting.behind
 
     def _part(self, told: Mapping[str, Sequence[GroupHistory]], at_rest: bool) -> list[Parting]:
         return find_partings(told, [worker.name for worker in self._workers], at_rest=at_rest)

@@ -69,7 +69,7 @@ def test_another_file_under_the_same_path_is_not_taken_for_the_clients(world, as
     assert not asked
 
 
-def test_a_call_asks_for_64_mb_or_for_one_weight(monkeypatch):
+def test_a_call_asks_for_one_part_or_for_one_weight(monkeypatch):
     sizes = {"a": 30, "b": 30, "c": 10, "large": 100, "d": 10}
     monkeypatch.setattr(sources, "_PART_BYTES", 64)
     calls = []

@@ -5,12 +5,12 @@ thread, `_send_all`, sends the requests of all threads. Another one, `_read`, re
 the futures for which other threads wait::
 
     request                     event that answers it       what waits
-    (the constructor)           Ready                       `ready`
+    (the constructor)           ZygoteReady                 `ready`
     Hurry                       none
     Preload                     Preloaded                   the future of `preload`
-    Start                       Started or Failed           the future of `start`
+    Start                       Started or ProcessFailed    the future of `start`
     Signal                      none
-    (a worker ends)             Ended                       `on_end` is called
+    (a worker ends)             ProcessEnded                `on_end` is called
     (the zygote ends)           the line closes             all of these: `_zygote_ended`
 """
 

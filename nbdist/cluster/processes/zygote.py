@@ -6,13 +6,13 @@
     ┌───────────┐  Preload, Start, Signal, ┌─────────┐  fork, or spawn: `_start`         ┌─────────┐
     │ Processes │  Hurry ────────────────> │ _Zygote │ ────────────────────────────────> │ worker0 │ ──> processes
     │           │ <─────────────────────── │         │ ────────────────────────────────> │ worker1 │     that it starts
-    └───────────┘  Ready, Preloaded,       └─────────┘                                   └─────────┘
-                   Started, Failed, Ended
+    └───────────┘  ZygoteReady, Preloaded, └─────────┘                                   └─────────┘
+                   Started, ProcessFailed, ProcessEnded
                    over a socket pair: `MessageSocket`
 
     this one ends              the zygote notices by         and then
     a worker                   SIGCHLD                       `_reap`: kills the worker's process group, reads its last
-                                                             words, sends Ended
+                                                             words, sends ProcessEnded
     the owner, even killed     the line closes; `_owner`     `_end`: kills everything that was started from here,
                                becomes readable              removes the run directory, exits
     the zygote, killed         (Linux kills the workers: `_die_with`)
@@ -419,7 +419,7 @@ class _Zygote:
         self._line.send(Preloaded(self._forks, complaints))
 
     def _start(self, start: Start) -> bool:
-        """Start a worker and send Started or Failed; return True in the forked worker itself, else False."""
+        """Start a worker and send Started or ProcessFailed; return True in the forked worker itself, else False."""
         # A forked worker would write text that is still buffered here a second time.
         sys.stdout.flush()
         sys.stderr.flush()
@@ -504,7 +504,7 @@ class _Zygote:
                 os.kill(pid, request.number)
 
     def _reap(self) -> None:
-        """Reap all children that have ended, and send Ended for each that is a worker.
+        """Reap all children that have ended, and send ProcessEnded for each that is a worker.
 
         The others are orphans: a process that a worker started is the zygote's child once the worker ends. A process
         that has left the worker's process group lives until `_end`.

@@ -45,11 +45,11 @@ class Merged(NamedTuple):
 
 
 class _Piece:
-    """A step after later operations on the cache. ``rows`` of its tokens are left, from position ``begin`` on."""
+    """A step after later operations on the cache. ``tokens`` of its tokens are left, from position ``begin`` on."""
 
-    def __init__(self, begin: int, rows: int, values: Any) -> None:
+    def __init__(self, begin: int, tokens: int, values: Any) -> None:
         self.begin = begin
-        self.size = rows
+        self.size = tokens
         self.values = values  # (hidden, result, calls, prompts)
 
     @property

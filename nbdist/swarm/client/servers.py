@@ -13,9 +13,9 @@ A banned server stays "online", but gets no work for some seconds. `join` makes 
 server is "gone" or "offline".
 
 The *crew* is the `Servers` of a swarm, a *member* the client's record of one (`nbdist.swarm.client.server_record`), a
-*way* a route with its members. When a call fails, the crew notes
-that the server is lost (`lose`) or does not answer (`_ban`), and raises `Gone`; the caller then asks for a new route.
-`Servers.way` lets a server load blocks that no server has any more (`_mend`).
+*way* a route with its members. When a call fails, the crew notes that the server is lost (`lose`) or does not answer
+(`_ban`), and raises `Gone`; the caller then asks for a new route. `Servers.way` lets a server load blocks that no
+server has any more (`_mend`).
 """
 
 from __future__ import annotations
