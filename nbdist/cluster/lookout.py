@@ -125,7 +125,7 @@ class Lookout:
             self._is_blind |= found is not None and found.in_collective is None and found.call.startswith("dist.")
             if answer is None:
                 self._probes.pop(part.worker, None)
-                self._stands.saw(part.worker, found, now)
+                self._stands.saw(part.worker, found, now)  # one that was not asked does not count as silent
             else:
                 self._stands.heard_nothing(part.worker, now)
             if why := self._say_held(self._team.find(part.worker), found, now):

@@ -111,5 +111,5 @@ def decode(payload: Payload, frames: Sequence[bytes], references: Sequence[Any] 
             raise DecodeError(f"a value cannot be sent: {culprit.HOLDS_GROUP}") from error
         raise DecodeError(
             f"a value that another worker sent cannot be rebuilt in this process: {type(error).__name__}: {error}\n"
-            "Both processes need the value's class and modules, in the same version."
+            "If a class or module is missing here, install it in the sender's version."
         ) from error

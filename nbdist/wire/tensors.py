@@ -577,7 +577,10 @@ def move_to(tensor: torch.Tensor, device: str) -> torch.Tensor:
 
 
 def _view(storage: torch.UntypedStorage, dtype: torch.dtype, meta: TensorMeta) -> torch.Tensor:
-    """Return a view of a storage as its description says; raise ProtocolError if the storage is too small."""
+    """Return a view of a storage as its description says; raise ProtocolError if the storage is too small.
+
+    For tensors that share a buffer, have strides, or are in a GPU's shared memory; others are made without a view.
+    """
     tensor = torch.empty(0, dtype=dtype, device=storage.device)
     strides = meta.strides
     if strides is None:  # contiguous

@@ -98,6 +98,6 @@ def test_the_thread_of_the_kernels_begins_nothing_while_it_ends():
     thread = KernelThread()
     thread.close()
     begun = work()
-    with pytest.raises(RuntimeError, match="the thread of the kernels is ending"):
+    with pytest.raises(RuntimeError, match="the cluster is shutting down: start another one"):
         thread.run(begun)
     assert begun.cr_frame is None  # closed, so that Python does not warn of it

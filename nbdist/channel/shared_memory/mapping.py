@@ -33,7 +33,10 @@ _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
 class MemoryFailure(NbdistError):
-    """The system refuses shared memory, or the memory of another process cannot be opened."""
+    """The system refuses shared memory, or the memory of another process cannot be opened.
+
+    A sender sends the bytes another way; a receiver raises DecodeError with this text.
+    """
 
 
 def is_available() -> bool:

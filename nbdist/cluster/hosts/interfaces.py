@@ -28,8 +28,8 @@ def own_address_towards(host: str, port: int) -> str:
             return str(probe.getsockname()[0])
     except OSError as error:
         raise UsageError(
-            f"this host cannot reach {host}: {error.strerror}. Name an address of this host that the notebook can "
-            "reach, with --host"
+            f"this host cannot reach {host}: {error.strerror}. Check that address and the network; if they are right, "
+            "name this host's own address with --host"
         ) from error
 
 

@@ -74,7 +74,7 @@ class KernelThread:
         """
         if self._closing:
             work.close()  # else Python warns that it was never awaited
-            raise RuntimeError("the thread of the kernels is ending")
+            raise RuntimeError("the cluster is shutting down: start another one")
         return asyncio.run_coroutine_threadsafe(work, self.loop)
 
     def is_current(self) -> bool:

@@ -290,6 +290,7 @@ class Session:
         # The time of any other server includes that of the servers before it.
         elapsed = time.perf_counter() - since if first else None
         tokens = own.hidden.shape[0] * own.hidden.shape[1]
+        # Also ends the server's ban and its strikes: else each later ban would last twice as long.
         part.member.answered(reply, elapsed, tokens, len(own.calls))
         found: torch.Tensor = reply.result
         return found

@@ -76,7 +76,10 @@ def get_own(qualname: str, expected: str) -> Any:
     """
     found = find_own(qualname, expected)
     if found is None:
-        raise MissingDefinition(f"__main__ on this worker has no {qualname!r} with the same code as on the sender")
+        raise MissingDefinition(
+            f"__main__ on this worker has no {qualname!r} with the same code as on the sender; "
+            "call again to send it along"
+        )
     return found
 
 
