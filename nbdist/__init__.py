@@ -34,8 +34,8 @@ layer  modules                      contents
 The path of a call: `rpc.api` → `rpc.calls.caller` → `rpc.calls.sender` (encodes with `wire.codec`, notes the call in
 `rpc.core.pending`) → `rpc.links.post` → `wire.peer` (numbers the message and keeps a copy) → a `channel` → a thread of
 the other agent's `rpc.pool`, in `Agent.read` → `rpc.calls.executor` → `rpc.calls.answers`, and back to
-`rpc.calls.outcomes`, which ends the caller's wait in `rpc.latch`. ``docs/a_call.md`` follows it step by step. `cluster`
-follows a cell, `autograd` a gradient, `swarm` a token. Besides:
+`rpc.calls.outcomes`, which ends the caller's wait in `rpc.latch`. Pages of ``docs`` follow a call, a cell, a gradient
+and a token of a swarm step by step: ``a_call.md``, ``a_cell.md``, ``a_gradient.md``, ``a_token.md``. Besides:
 
 - `rpc.core.exchange` decides what a call or a reference waits for, and what happens next; it draws the states.
 - `rpc.calls.waiting_reader` lets the waiting thread, a *guest*, read its answer itself, where this is faster.

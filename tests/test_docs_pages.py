@@ -20,6 +20,7 @@ from frontend import Notebook
 DOCS = Path(__file__).parents[1] / "docs"
 FENCE = re.compile(r"^```(.*)\n((?:.*\n)*?)```$", re.MULTILINE)
 WRITTEN_BY_TOOLS = {"notebooks.md", "errors.md", "magics.md"}
+WITH_DRAWINGS = {"a_call.md", "a_cell.md", "a_gradient.md", "a_token.md", "coming_from.md", "programs.md"}
 
 
 class Block(NamedTuple):
@@ -81,7 +82,7 @@ def test_scripts_run(page, tmp_path):
 def test_code_says_whether_it_runs(page):
     kinds = {info.partition(" ")[0] for info, _ in FENCE.findall(page.read_text(encoding="utf-8"))}
     known = {"ipython", "python", "text", "console", "{toctree}", "{glossary}", "{include}", "{eval-rst}"}
-    assert kinds <= known | ({""} if page.name in ("a_call.md", "coming_from.md", "programs.md") else set())
+    assert kinds <= known | ({""} if page.name in WITH_DRAWINGS else set())
 
 
 def test_pages_have_code():

@@ -43,11 +43,7 @@ observer       the object that reports to a watch, on each worker of a pass (`wa
 halt           a stop before one node, until the watch lets the node run
 ============== =================================================================================================
 
-The path of a gradient: `api.backward` → `Recorder.begin` → `Passes.begin`, `go` (`passes.pass_driver`) → `Part.run`
-(`passes.worker_part`) → `passes.engine` → a receive node (`graph.edges`) → `Part.cross` → `Recorder.post` → a message →
-the other worker's `Recorder` → `Passes.on_gradients` → `Part.arrive`, `Part.run` → `passes.engine` → the next receive
-node, or a leaf, whose gradient `passes.gradient_store` keeps until the root's ledger says that the pass is over. Then
-`Context.commit` moves it to where `get_gradients` finds it.
+``docs/a_gradient.md`` follows a gradient through the modules, step by step.
 
 >>> from nbdist import autograd as dist_autograd
 >>> w = torch.ones(2, requires_grad=True)

@@ -35,9 +35,5 @@ inspection     looks into workers: their work, their objects and their memory
 examination    finds faults of the machines and of the links between them, and says what to do
 ============== ================================================================================================
 
-The path of a cell: `magics.dist_magics` → `Cluster.execute` → `cell_sender` → `jupyter.kernel_connection` → the
-worker's ipykernel. Its output comes back through `jupyter.kernel_connection` → `kernels.routing` → `kernels.cells` →
-`output.outlet`, which asks an arranger → `output.sinks`. In the worker, `worker.output` sends what the cell prints. An
-error goes the same way: `Cell.on_reply` takes it, and `Cell.wait` raises it, made by `errors.make_error`. From
-`CellSender.send` on, all of this runs in the kernel thread, while the thread that waits for the cell sleeps.
+``docs/a_cell.md`` follows a cell through the modules, to a worker and back, step by step.
 """
