@@ -160,8 +160,9 @@ class LocalLink:
                     self._advance(sent)
                     if self._backlog:
                         self._outbox.watch(self, self._socket.fileno())
-            except BaseException:  # Ctrl-C: it is unknown how much of the message the socket took
-                self._shut()  # the receiver drops an incomplete message
+            except BaseException:
+                # Ctrl-C: it is unknown how much of the message the socket took; the receiver drops an incomplete one.
+                self._shut()
                 raise
 
     def flush(self) -> None:
