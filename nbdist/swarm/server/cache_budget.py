@@ -122,7 +122,8 @@ class Budget:
         while waiting := self.waiting:
             ticket = waiting[0]
             if self.limit is not None and self.used + ticket.nbytes > self.limit:
-                break  # no smaller ticket overtakes this one, which could otherwise wait for ever
+                # No smaller ticket overtakes this one, which could otherwise wait for ever.
+                break
             self._waiting.remove(ticket)
             self.used += ticket.nbytes
             ticket.state = "granted"
