@@ -10,7 +10,7 @@ module           contents
 `schedules`      the order in which each worker runs its forwards and backwards: pure tables
 `pipeline_part`  the part of a pipeline on one worker: the worker's stages, and its share of each step
 `pipeline_parts` `PipelineParts`: the parts on all workers, for the handle
-`inbox`          the values that other workers send to that part, and the wait for them
+`inbox`          the inputs of that part's operations, and the wait for them
 `stage`          one stage's forward computation, with checkpoints and reproducible random numbers
 `shared_inputs`  starts a new graph at the input of a stage, and catches the gradient of the input
 `randomness`     the seed of each stage and micro-batch; saves and restores random generators

@@ -1,4 +1,4 @@
-"""Stores the values that other stages send to one worker in one step, and lets the step wait for them."""
+"""Stores the inputs of one worker's operations in one step, and lets the step wait for them."""
 
 from __future__ import annotations
 

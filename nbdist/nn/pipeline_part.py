@@ -47,7 +47,7 @@ from nbdist.nn.batches import Values, as_tuple
 from nbdist.nn.inbox import Abandoned, Inbox
 from nbdist.nn.losses import Reduction, loss_of
 from nbdist.nn.randomness import random_state, restore_random_state
-from nbdist.nn.schedules import Op, OpTimes
+from nbdist.nn.schedules import KINDS, Op, OpTimes, goes_to
 from nbdist.nn.shared_inputs import SharedInputs, enter
 from nbdist.nn.stage import Stage, shapes_of
 from nbdist.nn.watched import WatchedShare
@@ -269,8 +269,7 @@ class _Step:
         self._me = self._agent.me.name
         self._order = order
         self._inbox = inbox
-        self._last = len(part.places) - 1
-        self._inputs = inputs
+        self._stages = len(part.places)
         self._targets = targets
         # By stage and micro-batch: the gradients of a forward's inputs, and its output, until the backward.
         self._kept: dict[tuple[int, int], tuple[list[torch.Tensor | None], Any]] = {}
@@ -282,6 +281,8 @@ class _Step:
         self._sent: list[Latch] = []
         self._losses: list[torch.Tensor] = []
         self._outputs: list[Any] = []
+        for micro_batch, values in enumerate(inputs):
+            inbox.put(Op("F", 0, micro_batch), (0, values))
 
     def run(self) -> Done:
         """Run all operations of this worker, in order; add the gradients of a training step that succeeds."""
@@ -290,7 +291,7 @@ class _Step:
         finally:  # the traceback of a kept error holds this object: drop the tensors and break the cycles
             self._kept.clear()
             self._sums.clear()
-            self._inputs = self._targets = ()
+            self._targets = ()
             for latch in self._sent:
                 latch.on_settle = None  # it holds the latch
 
@@ -299,9 +300,9 @@ class _Step:
         order, places = self._order, self._part.places
         with self._mode(), WatchedShare.of(order.head, order.row, places, self._me, self._inbox) as watched:
             for op in order.row:
-                if watched is not None and not self._inbox.has(op) and self._comes_by_inbox(op):
+                if watched is not None and not self._inbox.has(op):
                     watched.waits(op)
-                wanted, given = self._wait_for_input(op)
+                wanted, given = self._inbox.take(op)
                 start = time.monotonic()
                 device = self._part.stages[op.stage].device
                 span = spans.begin(device) if trace.listeners else None
@@ -314,7 +315,8 @@ class _Step:
                 times.append(OpTimes(op, start, time.monotonic()))
                 if trace.listeners:
                     gpu = span.end() if span is not None else None
-                    trace.emit("micro_batch.ran", agent=self._me, start=start, gpu=gpu, **op._asdict())
+                    ran = op._replace(kind=KINDS[op.kind].name)
+                    trace.emit("micro_batch.ran", agent=self._me, start=start, gpu=gpu, **ran._asdict())
             told = watched.told if watched is not None else 0
         for latch in self._sent:  # before `commit`: a delivery that failed makes the step fail
             latch.wait()
@@ -333,22 +335,9 @@ class _Step:
             return torch.enable_grad()
         return torch.set_grad_enabled(self._order.recorded and torch.is_grad_enabled())
 
-    def _comes_by_inbox(self, op: Op) -> bool:
-        """Return whether an operation's input comes from another stage, by the inbox."""
-        # Not that of the first stage's forward, which gets the batch, nor that of the last stage's backward.
-        return op.stage != (0 if op.kind == "F" else self._last)
-
-    def _wait_for_input(self, op: Op) -> tuple[int, Values]:
-        """Wait for an operation's input; return a bit mask of the values in it that need a gradient, and the values."""
-        if not self._comes_by_inbox(op):
-            self._inbox.check()
-            return 0, self._inputs[op.micro_batch] if op.kind == "F" else (None,)
-        found: tuple[int, Values] = self._inbox.take(op)
-        return found
-
     def _forward(self, op: Op, given: Values, wanted: int, look: Look) -> None:
         """Run one stage on one micro-batch; send the output on, or keep it as the loss or the output of the step."""
-        stage, order = self._part.stages[op.stage], self._order
+        stage, order, after = self._part.stages[op.stage], self._order, goes_to(op, self._stages)
         entry: list[torch.Tensor | None] = []
         if order.train:
             given, entry = enter(given, wanted)
@@ -356,25 +345,27 @@ class _Step:
         try:
             value = stage(given, order.number, op.micro_batch)
             shared.check()
-            if op.stage < self._last:
+            if after is not None:
                 _check_output(value)
             elif order.train:
                 value = self._loss(op.micro_batch, value)
         except Exception as error:  # the user's module or loss: the note says where it was
-            error.add_note(f"this was stage {op.stage} of {self._last + 1}, on {self._me}")
+            error.add_note(f"this was stage {op.stage} of {self._stages}, on {self._me}")
             raise
         look(as_tuple(value))
         if order.train:
             self._kept[op.stage, op.micro_batch] = entry, value
-        elif order.recorded and (op.stage == self._last or self._part.places[op.stage + 1] != self._me):
+        elif order.recorded and (after is None or self._part.places[after.stage] != self._me):
             # The output leaves this worker: else its gradients would be added in the order in which they arrive.
             group = self._part.uid, order.step, op.stage
             value = _map(
                 value, lambda tensor: ordered(tensor, group, op.micro_batch) if tensor.requires_grad else tensor
             )
-        if op.stage < self._last:
-            self._send(op._replace(stage=op.stage + 1), as_tuple(value))
-        elif not order.train:
+        if after is not None:
+            self._send(after, as_tuple(value))
+        elif order.train:
+            self._send(op._replace(kind="B"), (None,))  # the backward begins at the loss, which needs no gradient
+        else:
             driver = self._agent.find(self._part.driver)
             if not results_stay_on_gpus(driver, self._agent.me):
                 value = _map(value, _on_cpu)
@@ -406,7 +397,7 @@ class _Step:
         roots = [
             (root, gradient.to(root.device) if gradient is not None else None)
             for root, gradient in zip(as_tuple(value), given, strict=True)
-            if _has_history(root) and (gradient is not None or op.stage == self._last)
+            if _has_history(root) and (gradient is not None or op.stage == self._stages - 1)
         ]
         del value
         sums = self._sums[op.stage]
@@ -421,8 +412,8 @@ class _Step:
             error.add_note(f"in stage {op.stage}, backward of micro-batch {op.micro_batch}, on {self._me}")
             raise
         look(entry)
-        if op.stage > 0:
-            self._send(op._replace(stage=op.stage - 1), tuple(entry))
+        if (after := goes_to(op, self._stages)) is not None:
+            self._send(after, tuple(entry))
 
     def _send(self, op: Op, values: Values) -> None:
         """Give an operation its input: put it into the inbox if its stage is here, else send it to its worker."""

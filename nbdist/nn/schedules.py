@@ -2,7 +2,7 @@
 
 A table has a row for each worker. A row lists the worker's operations in order: the forward (``F``) or the backward
 (``B``) of one micro-batch through one stage. Stage ``s`` is on worker ``s % workers``. A row has no times: an operation
-begins when the one before it in the row has ended and its input has arrived (`what_it_needs`).
+begins when the one before it in the row has ended and its input has arrived. `KINDS` says from which operation.
 
 With two workers, two stages and four micro-batches, one operation a column (`draw` makes these drawings)::
 
@@ -21,6 +21,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache, partial
+from math import inf
 from typing import NamedTuple
 
 from nbdist.columns import aligned
@@ -30,10 +31,25 @@ from nbdist.errors import UsageError
 _TABLES_CACHED = 16
 
 
-class Op(NamedTuple):
-    """The forward (``kind`` "F") or backward ("B") of one micro-batch through one stage."""
+class OpKind(NamedTuple):
+    """The facts about one kind of operations, the forwards or the backwards."""
 
-    kind: str
+    name: str  # in timelines, too: `nbdist.views.drawing.gantt.KINDS` has its colour
+    output: str  # the values that an operation sends to another stage
+    direction: int  # of the stage that takes the output: 1 for the next, -1 for the one before, 0 if none does
+    needs: tuple[tuple[str, int], ...]  # the operations that must run before: the kind, and how many stages away
+
+
+KINDS: Mapping[str, OpKind] = {
+    "F": OpKind("forward", "activations", 1, (("F", -1),)),
+    "B": OpKind("backward", "gradients", -1, (("B", 1), ("F", 0))),
+}
+
+
+class Op(NamedTuple):
+    """The operation of one micro-batch in one stage: its forward or its backward."""
+
+    kind: str  # one of `KINDS`
     stage: int
     micro_batch: int
 
@@ -130,13 +146,13 @@ def tables_of(schedule: str, workers: int, stages: int) -> Callable[[int], Table
 
 
 def _operations(kind: str, worker: int, workers: int, stages: int, micro_batches: int) -> Iterator[Op]:
-    """Yield a worker's forwards ("F") or backwards ("B") in order: groups of ``workers`` micro-batches.
+    """Yield a worker's operations of one kind in order: groups of ``workers`` micro-batches.
 
     A group goes through one of the worker's stages completely before it goes through the next.
     """
-    own = range(worker, stages, workers)
+    own = range(worker, stages, workers)[:: KINDS[kind].direction]
     for first in range(0, micro_batches, workers):
-        for stage in own if kind == "F" else reversed(own):
+        for stage in own:
             for micro_batch in range(first, min(first + workers, micro_batches)):
                 yield Op(kind, stage, micro_batch)
 
@@ -155,12 +171,16 @@ def _alternating(workers: int, stages: int, micro_batches: int, ahead: Callable[
     return table
 
 
-def what_it_needs(op: Op, stages: int) -> Op | None:
-    """Return the operation whose output an operation needs; None for stage 0's forward, which needs the batch."""
-    if op.kind == "F":
-        return op._replace(stage=op.stage - 1) if op.stage else None
-    # The last stage's backward needs its own forward, whose loss is its root.
-    return op._replace(stage=op.stage + 1) if op.stage + 1 < stages else op._replace(kind="F")
+def what_it_needs(op: Op, stages: int) -> list[Op]:
+    """Return the operations of its micro-batch that must run before an operation; none before stage 0's forward."""
+    kind, stage, micro_batch = op
+    return [Op(needed, stage + away, micro_batch) for needed, away in KINDS[kind].needs if 0 <= stage + away < stages]
+
+
+def goes_to(op: Op, stages: int) -> Op | None:
+    """Return the operation of another stage that takes an operation's output; None if there is no further stage."""
+    stage = op.stage + KINDS[op.kind].direction
+    return op._replace(stage=stage) if 0 <= stage < stages else None
 
 
 def simulate(table: Table, stages: int, cost: Callable[[Op], float] = lambda op: 1.0) -> list[list[OpTimes]]:
@@ -173,16 +193,15 @@ def simulate(table: Table, stages: int, cost: Callable[[Op], float] = lambda op:
     going_on = True
     while going_on:  # until a round over all workers brings nothing
         going_on = False
-        for worker, row in enumerate(table):
-            while len(rows[worker]) < len(row):
-                op = row[len(rows[worker])]
-                needs = what_it_needs(op, stages)
-                if needs is not None and needs not in ended:
+        for done, row in zip(rows, table, strict=True):
+            for op in row[len(done) :]:
+                start = done[-1].end if done else 0.0
+                for each in what_it_needs(op, stages):
+                    start = max(start, ended.get(each, inf))
+                if start == inf:
                     break
-                free = rows[worker][-1].end if rows[worker] else 0.0
-                start = max(free, ended[needs] if needs is not None else 0.0)
-                ended[op] = start + cost(op)
-                rows[worker].append(OpTimes(op, start, ended[op]))
+                ended[op] = end = start + cost(op)
+                done.append(OpTimes(op, start, end))
                 going_on = True
     if any(len(done) < len(row) for done, row in zip(rows, table, strict=True)):
         raise UsageError(

@@ -33,7 +33,7 @@ from nbdist.autograd.graph.walk import walk
 from nbdist.autograd.watching.observer import Observer, Stopped
 from nbdist.gpus import spans
 from nbdist.nn.inbox import Inbox
-from nbdist.nn.schedules import Op, Table, what_it_needs
+from nbdist.nn.schedules import KINDS, Op, Table, goes_to, what_it_needs
 
 
 def plan_of_step(context_id: int, table: Table, workers: Sequence[str], stages: int) -> Plan:
@@ -42,14 +42,13 @@ def plan_of_step(context_id: int, table: Table, workers: Sequence[str], stages: 
     found = Trace(context_id, of_step=True)
     waits_for = {}
     for op, (worker, number) in places.items():
-        needed = _needed_before(op, stages)
+        needed = what_it_needs(op, stages)
         own = [places[each][1] for each in needed if places[each][0] == worker]
         away = [each for each in needed if places[each][0] != worker]
         message = _message_number(op, stages) if away else None
         for each in away:
             sender, source = places[each]
-            what = "activations" if op.kind == "F" else "gradients"
-            found.edges.append(Edge(_message_number(op, stages), sender, worker, what, (), (source,)))
+            found.edges.append(Edge(_message_number(op, stages), sender, worker, KINDS[op.kind].output, (), (source,)))
         origin, tensors = NodeOrigin(module=f"stage {op.stage}"), (0,) if away else ()
         node = NodeInfo(number, _name(op), "operation", None, None, tuple(own), message, tensors, origin)
         found.nodes.setdefault(worker, []).append(node)
@@ -58,20 +57,13 @@ def plan_of_step(context_id: int, table: Table, workers: Sequence[str], stages: 
     return Plan(found, roots, waits_for, list(found.edges), [])
 
 
-def _needed_before(op: Op, stages: int) -> list[Op]:
-    """Return the operations that must run before an operation. A backward needs its own forward too."""
-    needed = [each for each in (what_it_needs(op, stages),) if each is not None]
-    forward = op._replace(kind="F")
-    return needed if op.kind == "F" or forward in needed else [*needed, forward]
-
-
 def _name(op: Op) -> str:
     return f"{op.kind}{op.micro_batch}"
 
 
 def _message_number(op: Op, stages: int) -> int:
     """Return the number of the message that brings an operation its input; each operation has its own number."""
-    return (op.micro_batch * stages + op.stage) * 2 + (op.kind == "B")
+    return (op.micro_batch * stages + op.stage) * len(KINDS) + list(KINDS).index(op.kind)
 
 
 class WatchedStep:
@@ -142,8 +134,7 @@ class WatchedShare:
         Yields a function that the block must call with the operation's outputs, before it sends them: then the worker
         that made a NaN reports it before the workers that receive it can.
         """
-        needs = what_it_needs(op, self._stages)
-        if needs is not None and self._places[needs.stage] != self._me:
+        if any(self._places[needed.stage] != self._me for needed in what_it_needs(op, self._stages)):
             self._observer.note("arrived", message=_message_number(op, self._stages))
         known = tuple(each for each in given if isinstance(each, torch.Tensor))
         gradients = known if op.kind == "B" else ()
@@ -186,8 +177,8 @@ class WatchedShare:
 
     def _sends_output(self, op: Op) -> bool:
         """Return whether an operation's output goes to another worker."""
-        after = op.stage + 1 if op.kind == "F" else op.stage - 1
-        return 0 <= after < self._stages and self._places[after] != self._me
+        after = goes_to(op, self._stages)
+        return after is not None and self._places[after.stage] != self._me
 
 
 def _numbers_in(values: Sequence[Any]) -> tuple[torch.Tensor, ...]:

@@ -5,7 +5,20 @@ import re
 import pytest
 
 from nbdist.errors import UsageError
-from nbdist.nn.schedules import SCHEDULES, Op, draw, forward_only, gpipe, interleaved, one_f_one_b, simulate
+from nbdist.nn.schedules import (
+    KINDS,
+    SCHEDULES,
+    Op,
+    OpKind,
+    draw,
+    forward_only,
+    goes_to,
+    gpipe,
+    interleaved,
+    one_f_one_b,
+    simulate,
+    what_it_needs,
+)
 
 SIZES = [(workers, depth, micro) for workers in range(1, 6) for depth in range(1, 4) for micro in range(1, 11)]
 
@@ -50,6 +63,25 @@ def test_nobody_waits_for_ever():
         simulate(forward_only(workers, stages, micro), stages)
     with pytest.raises(UsageError, match="for ever"):
         simulate([[Op("B", 0, 0), Op("F", 0, 0)]], 1)
+
+
+def test_an_operation_is_needed_where_it_goes():
+    for stages in range(1, 5):
+        ops = [Op(kind, stage, 0) for kind in KINDS for stage in range(stages)]
+        assert [op for op in ops if not what_it_needs(op, stages)] == [Op("F", 0, 0)]
+        for op in ops:
+            others = [after for after in ops if after.stage != op.stage and op in what_it_needs(after, stages)]
+            assert others == [after for after in [goes_to(op, stages)] if after is not None]
+
+
+def test_a_third_kind_of_operations_is_one_row(monkeypatch):
+    # Zero bubble splits a backward: B computes the gradient of the input, W later those of the weights.
+    monkeypatch.setitem(KINDS, "W", OpKind("weights", "", 0, (("B", 0),)))
+    first, last = ["F0", "F1", "B0", "W0", "B1", "W1"], ["F0", "B0", "F1", "B1", "W0", "W1"]
+    table = [[Op(name[0], worker, int(name[1])) for name in row] for worker, row in enumerate([first, last])]
+    assert draw(table, 2).splitlines() == ["worker0  F0 F1 .  B0 W0 B1 W1", "worker1  .  F0 B0 F1 B1 W0 W1"]
+    with pytest.raises(UsageError, match="for ever"):
+        simulate([[Op("F", 0, 0), Op("W", 0, 0), Op("B", 0, 0)]], 1)
 
 
 def cost(op):

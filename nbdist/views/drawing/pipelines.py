@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from nbdist.amounts import duration
-from nbdist.nn.schedules import OpTimes
+from nbdist.nn.schedules import KINDS, OpTimes
 from nbdist.nn.timeline import PipelineTimeline
 from nbdist.views.drawing.gantt import Bar, gantt, micro_batch_name, with_legend
-
-_KINDS = {"F": "forward", "B": "backward"}  # the keys of `nbdist.views.drawing.gantt.KINDS`, by the kinds of operations
 
 
 def as_html(timeline: PipelineTimeline) -> str:
@@ -25,13 +23,13 @@ def as_html(timeline: PipelineTimeline) -> str:
         )
         for title, rows, length, bubble in both
     ]
-    return with_legend(drawings, {_KINDS[span.op.kind] for row in timeline.rows for span in row})
+    return with_legend(drawings, {KINDS[span.op.kind].name for row in timeline.rows for span in row})
 
 
 def _bar(timeline: PipelineTimeline, span: OpTimes) -> Bar:
     kind, stage, micro_batch = span.op
     # The micro-batch, ``3``; with the stage, ``1.3``, where workers have several stages.
     text = f"{micro_batch}" if timeline.stages == len(timeline.workers) else f"{stage}.{micro_batch}"
-    name = _KINDS[kind]
+    name = KINDS[kind].name
     tip = f"{micro_batch_name(name, stage, micro_batch)}: {duration(span.end - span.start)}"
     return Bar(span.start, span.end, text, name, tip)

@@ -40,15 +40,13 @@ class Noted(NamedTuple):
     gpu: float | None = None  # seconds on the stream of a GPU; None if the work is not known to have used one
 
 
-def _micro_batch(fields: dict[str, Any]) -> tuple[str, str, str]:
-    """Return the kind, name and text of the bar of an event "micro_batch.ran", from the event's fields."""
-    kind = "forward" if fields["kind"] == "F" else "backward"
-    return kind, micro_batch_name(kind, fields["stage"], fields["micro_batch"]), str(fields["micro_batch"])
-
-
 # For each event with a ``start``: a function that returns the kind, name and text of its bar.
 _NAMES: dict[str, Callable[[dict[str, Any]], tuple[str, str, str]]] = {
-    "micro_batch.ran": _micro_batch,
+    "micro_batch.ran": lambda fields: (
+        fields["kind"],
+        micro_batch_name(fields["kind"], fields["stage"], fields["micro_batch"]),
+        str(fields["micro_batch"]),
+    ),
     "segment.ran": lambda _: ("segment", "segment of a backward pass", "backward"),
     "optimizer.stepped": lambda fields: ("step", f"{fields['optimizer']}.step", fields["optimizer"]),
 }
