@@ -27,9 +27,6 @@ from typing import NamedTuple
 from nbdist.columns import aligned
 from nbdist.errors import UsageError
 
-# A batch with fewer rows than micro-batches, often the last of an epoch, needs another table.
-_TABLES_CACHED = 16
-
 
 class OpKind(NamedTuple):
     """The facts about one kind of operations, the forwards or the backwards."""
@@ -140,7 +137,8 @@ def tables_of(schedule: str, workers: int, stages: int) -> Callable[[int], Table
         )
     if schedule not in SCHEDULES:
         raise UsageError(f"the schedules are {', '.join(SCHEDULES)}; there is no {schedule!r}")
-    make = lru_cache(_TABLES_CACHED)(partial(SCHEDULES[schedule], workers, stages))
+    # A batch with fewer rows than micro-batches, often the last of an epoch, needs another table.
+    make = lru_cache(partial(SCHEDULES[schedule], workers, stages))
     make(1)  # raises if the schedule does not fit
     return make
 
