@@ -7,11 +7,11 @@ schedule, one operation after the other. Activations and gradients go directly f
     the step's state here    begins with                          run_step    deliver      abandon
     ───────────────────────  ───────────────────────────────────  ──────────  ───────────  ─────────────────
     unknown                                                       runs        is stored    step is over
-    has an inbox             the first `deliver`                  runs        is stored    step is over
-    runs (`_running`)        `run_step`                                       is stored    inbox fails
+    open (`_inboxes`)        the first `deliver`, or `run_step`   runs        is stored    step is over
     over (`_over`)           the end of `run_step`, or abandon    raises      is dropped   stays over
 
-In every state, `abandon` withdraws the gradients that this worker has added to the context for the step.
+The inbox of a step that is over fails, which ends the step's `run_step` if that still runs. In every state, `abandon`
+withdraws the gradients that this worker has added to the context for the step.
 
 `Pipeline.train_step` does not record its calls for distributed autograd. Each stage keeps the graph of each
 micro-batch, which ends at the stage's input (`nbdist.nn.shared_inputs`), until the gradient of its output arrives. Then
@@ -112,7 +112,6 @@ class PipelinePart:
         self.agent = current_agent()
         self._needed = {self.agent.find(name).incarnation for name in {driver, *places}}
         self._inboxes: dict[int, Inbox] = {}
-        self._running: set[int] = set()  # steps whose share runs here
         self._over: OrderedDict[int, str] = OrderedDict()
         self._lock = threading.Lock()
         for stage in reversed(list(stages.values())):  # so a shared parameter ends up with its name in the first stage
@@ -131,12 +130,10 @@ class PipelinePart:
         ``inputs`` are the micro-batches for the first stage, ``targets`` those for the loss; both are empty on workers
         that do not need them. Raises `Abandoned` if the step has failed elsewhere, else what an operation raised.
         """
-        over = f"step {order.step} of the pipeline is over"
         with self._lock:
             if order.step in self._over:
                 raise Abandoned(f"{self._over[order.step]} (this worker had not begun the step)")
             inbox = self._inboxes.setdefault(order.step, Inbox())
-            self._running.add(order.step)
         # `on_lost` may have been called for a worker that is gone, or for this one, before the inbox existed.
         if self.agent.closed:
             self.on_lost(self.agent.me, "has ended")
@@ -147,8 +144,7 @@ class PipelinePart:
             return _Step(self, order, inbox, inputs, targets).run()
         finally:
             with self._lock:
-                self._running.discard(order.step)
-                self._end(order.step, over)
+                self._end(order.step, f"step {order.step} of the pipeline is over")
 
     def deliver(self, step: int, kind: str, stage: int, micro_batch: int, wanted: int, *values: Any) -> None:
         """Store the input of an operation, sent by the worker of a neighbouring stage, in the step's inbox.
@@ -182,10 +178,7 @@ class PipelinePart:
     def abandon(self, step: int, context_id: int | None, why: str) -> None:
         """Give up a step that failed elsewhere: wake the thread that runs it, or never begin it; drop its gradients."""
         with self._lock:
-            if step in self._running:
-                self._inboxes[step].fail(Abandoned(why))
-            else:  # a neighbour may have sent something already; this worker's own call may never come
-                self._end(step, why)
+            self._end(step, why)
             context = recorder().contexts.find(context_id) if context_id is not None else None
             if context is not None:
                 context.withdraw((self.uid, step))
@@ -200,7 +193,8 @@ class PipelinePart:
 
     def _end(self, step: int, why: str) -> None:
         """Mark a step as over, so that late deliveries are dropped; the caller holds the part's lock."""
-        self._inboxes.pop(step, None)
+        if (inbox := self._inboxes.pop(step, None)) is not None:
+            inbox.fail(Abandoned(why))  # after the end of `run_step`, too: else its error would keep the values
         self._over.setdefault(step, why)  # the first reason is the one that a later `run` raises
         if len(self._over) > _STEPS_REMEMBERED:
             self._over.popitem(last=False)

@@ -251,6 +251,7 @@ def test_a_step_that_is_held_can_be_given_up(world):
     context = world[2].recorder.contexts.all()[0]
     wait_until(lambda: context.watch is not None and context.watch.halted)
     abandon(pipe, context.id)
+    assert [part.inbox(0) for part in parts_of(pipe)] == [None, None]  # at once: what comes late is dropped
     thread.join(20)
     assert not thread.is_alive()
     assert "the test has had enough" in str(failed[0])
