@@ -70,8 +70,7 @@ def gpipe(workers: int, stages: int, micro_batches: int) -> Table:
         worker0  F0 F1 F2 F3 .  .  B0 B1 B2 B3
         worker1  .  F0 F1 F2 F3 B0 B1 B2 B3 .
     """
-    shape = workers, stages, micro_batches
-    return [[*_operations("F", worker, *shape), *_operations("B", worker, *shape)] for worker in range(workers)]
+    return _alternating(workers, stages, micro_batches, lambda _: stages * micro_batches)
 
 
 def one_f_one_b(workers: int, stages: int, micro_batches: int) -> Table:
@@ -161,11 +160,9 @@ def _alternating(workers: int, stages: int, micro_batches: int, ahead: Callable[
     for worker in range(workers):
         forwards = list(_operations("F", worker, workers, stages, micro_batches))
         backwards = list(_operations("B", worker, workers, stages, micro_batches))
-        first = min(len(forwards), ahead(worker))
-        row = forwards[:first]
-        for forward, backward in zip(forwards[first:], backwards, strict=False):
-            row += [forward, backward]
-        table.append(row + backwards[len(forwards) - first :])
+        first, later = forwards[: ahead(worker)], forwards[ahead(worker) :]
+        turns = [op for pair in zip(later, backwards, strict=False) for op in pair]
+        table.append(first + turns + backwards[len(later) :])
     return table
 
 
