@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from collections.abc import Sequence
 
 from nbdist import registry
 from nbdist.amounts import counted, duration
-from nbdist.nn.schedules import Op, OpTimes, Table, simulate
+from nbdist.nn.schedules import OpTimes, Table, simulate
 
 
 class PipelineTimeline:
@@ -31,7 +32,11 @@ class PipelineTimeline:
         self.stages = stages
         self.step = step
         self.rows = [[OpTimes(span.op, span.start - first, span.end - first) for span in row] for row in rows]
-        self.ideal = simulate(self.table, stages, self._median().__getitem__)
+        seconds: dict[tuple[str, int], list[float]] = {}  # by kind and stage
+        for op, start, end in itertools.chain(*self.rows):
+            seconds.setdefault(op[:2], []).append(end - start)
+        usual = {key: statistics.median(each) for key, each in seconds.items()}
+        self.ideal = simulate(self.table, stages, lambda op: usual[op[:2]])
 
     @property
     def table(self) -> Table:
@@ -60,15 +65,6 @@ class PipelineTimeline:
     def ideal_bubble(self) -> float:
         """The part of the workers' time, from 0 to 1, in which they would run no operation if sending took no time."""
         return _bubble(self.ideal)
-
-    def _median(self) -> dict[Op, float]:
-        """Return for each operation the median seconds of all forwards, or of all backwards, of its stage."""
-        by_kind: dict[tuple[str, int], list[float]] = {}
-        for row in self.rows:
-            for op, start, end in row:
-                by_kind.setdefault((op.kind, op.stage), []).append(end - start)
-        medians = {kind: statistics.median(times) for kind, times in by_kind.items()}
-        return {op: medians[op.kind, op.stage] for row in self.table for op in row}
 
     def __repr__(self) -> str:
         lines = [
