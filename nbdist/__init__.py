@@ -157,7 +157,7 @@ ROOMS: dict[str, str] = {
     "wire": "devices history messages tensors encoded peer pickling quick few_tensors encoding usual decoding codec",
     "channel": (
         "contract faulty gate inprocess machine assembly framing local_link resources process_watch secret "
-        "locked_directory shared_memory spinning zeromq_links large_inbox zeromq entrance local"
+        "locked_directory locked_file shared_memory spinning zeromq_links large_inbox zeromq entrance local"
     ),
     "rpc": (
         "devices failures here options recording shared_tensors streams waits latch promise futures named core pool "

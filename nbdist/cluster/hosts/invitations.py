@@ -17,6 +17,7 @@ from pathlib import Path
 import msgspec
 
 from nbdist.amounts import counted, duration, size
+from nbdist.channel.locked_file import write_whole
 from nbdist.errors import SecurityError, UsageError
 
 
@@ -38,12 +39,8 @@ class Invitation(msgspec.Struct):
         """Write the file, which only this user may read; replace an earlier one. Raises UsageError if it cannot."""
         draft = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
         try:
-            file = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)  # its owner's from the beginning
-            with open(file, "wb") as text:
-                text.write(msgspec.json.format(msgspec.json.encode(self)) + b"\n")
-            os.replace(draft, path)
+            write_whole(path, msgspec.json.format(msgspec.json.encode(self)) + b"\n", draft)
         except OSError as error:
-            draft.unlink(missing_ok=True)
             raise UsageError(f"the invitation cannot be written to {path}: {error.strerror}") from error
 
 
