@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -102,7 +103,7 @@ def test_a_stopped_process_that_holds_the_lock_costs_the_timeout_and_no_more(sto
     code = (
         "import fcntl, sys\n"
         "file = open(sys.argv[1], 'wb')\n"
-        "fcntl.lockf(file, fcntl.LOCK_EX)\n"
+        "fcntl.flock(file, fcntl.LOCK_EX)\n"
         "print('locked', flush=True)\n"
         "sys.stdin.read()\n"
     )
@@ -116,6 +117,12 @@ def test_a_stopped_process_that_holds_the_lock_costs_the_timeout_and_no_more(sto
         holder.wait()
         store.set("a", "b")  # the kernel has freed the lock
     assert store.get("a") == b"b"
+
+
+def test_threads_of_one_process_exclude_each_other(store):
+    with ThreadPoolExecutor(4) as pool:
+        sums = list(pool.map(lambda _: store.add("sum", 1), range(200)))
+    assert sorted(sums) == list(range(1, 201))
 
 
 def kill_writers(folder: Path, kills: int) -> None:

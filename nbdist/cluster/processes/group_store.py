@@ -1,8 +1,8 @@
 """`GroupStore`: the store through which workers form their process group; `FolderStore` keeps it in files of one host.
 
 torch's own two stores for several processes are not used. `TCPStore` listens on every interface and trusts everybody
-who connects. `FileStore` appends records to one file: a process that is killed within a record leaves half of it, and
-every reader then spins without end, holding the GIL. Here nothing listens, and each key is a file of its own::
+who connects. `FileStore` does not survive a process that is killed in the middle of a write
+(`nbdist.channel.locked_file`). Here nothing listens, and each key is a file of its own::
 
     group-7/              one folder for each generation of the group; the notebook makes it, and removes older ones
       lock                held while a key changes; the system frees the lock when its holder dies
@@ -15,22 +15,20 @@ A waiting process looks for its keys every few milliseconds and sleeps in betwee
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import hashlib
 import re
 import shutil
-import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch.distributed
 
+from nbdist.channel.locked_file import locked, write_whole
 from nbdist.cluster.processes.setup import group_folder
-from nbdist.errors import RendezvousError, WorkerLost
+from nbdist.errors import RendezvousError, UsageError, WorkerLost
 
 dist: Any = torch.distributed  # Any: torch does not declare what this module exports
 
@@ -39,17 +37,70 @@ REPLACED = "the store of this process group has been removed: the cluster has fo
 # The keys under which gloo stores the address at which this process listens for a group, with that group's name.
 _OF_GLOO = re.compile(r"(?:^|//)([^/]+)//cpu//\d+/\d+$")
 
-# Excludes the other threads of this process, because a `lockf` lock excludes other processes only. `flock` would
-# exclude both, but a child that is forked at that moment would inherit the lock and keep it.
-_changing = threading.Lock()
+
+class _Files:
+    """The values of keys, each in a file of its own, as a dict has them. Only the holder of the lock changes them."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def path(self, key: str) -> Path:
+        # The name is a hash, as keys may have any characters and any length.
+        return self._folder / f"key-{hashlib.blake2b(key.encode(), digest_size=20).hexdigest()}"
+
+    def get(self, key: str) -> bytes | None:
+        try:
+            return self.path(key).read_bytes()
+        except FileNotFoundError:
+            return None
+
+    def __setitem__(self, key: str, value: bytes) -> None:
+        write_whole(self.path(key), value, self._folder / "draft")
+
+    def pop(self, key: str, default: None) -> bytes | None:
+        value = self.get(key)
+        self.path(key).unlink(missing_ok=True)
+        return value
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self._folder.glob("key-*"))
+
+
+def operate(values: dict[str, bytes] | _Files, operation: str, *arguments: Any) -> Any:
+    """Do one operation of a `GroupStore` on the values of its keys; return the result. The caller holds the lock."""
+    match operation, *arguments:
+        case "read", key:
+            return values.get(key)
+        case ("num_keys",):
+            return len(values)
+        case "set", pairs:
+            for key, value in pairs.items():
+                values[key] = value
+        case "append", key, value:
+            values[key] = (values.get(key) or b"") + value
+        case "add", key, amount:
+            total = int(values.get(key) or 0) + amount
+            values[key] = b"%d" % total
+            return total
+        case "compare_set", key, expected, desired:
+            present = values.get(key)
+            if (present or b"") != expected:
+                return expected if present is None else present  # as torch's own stores answer
+            values[key] = desired
+            return desired
+        case "delete_key", key:
+            return values.pop(key, None) is not None
+        case _:
+            raise UsageError(f"a board has no operation {operation!r}")
+    return None
 
 
 class GroupStore(dist.Store):  # type: ignore[misc]  # dist is Any
     """A `torch.distributed.Store` of the workers of one cluster, for one process group.
 
-    A subclass stores the keys and values. torch calls the methods from C++ too, in any thread. Keep a reference to the
-    store for as long as a process group uses it: C++ keeps only its own half of the object alive. Queues and
-    `list_keys` are missing, because torch cannot call these in a store written in Python.
+    A subclass does `operate` on the values of the keys. torch calls the methods from C++ too, in any thread. Keep a
+    reference to the store for as long as a process group uses it: C++ keeps only its own half of the object alive.
+    Queues and `list_keys` are missing, because torch cannot call these in a store written in Python.
 
     Waits for a missing key and writes raise RendezvousError as soon as the group cannot form or the store is gone, and
     WorkerLost as soon as a member has died. A wait raises DistStoreError after the store's timeout.
@@ -72,8 +123,8 @@ class GroupStore(dist.Store):  # type: ignore[misc]  # dist is Any
         """Return why the group failed to form, or that the store is gone; empty if all is well."""
         raise NotImplementedError
 
-    def _read(self, key: str) -> bytes | None:
-        """Return the value of a key; None if it has none."""
+    def _do(self, operation: str, *arguments: Any) -> Any:
+        """Do one operation of `operate`. For operations that write, only `_change` calls this."""
         raise NotImplementedError
 
     # -- members and groups -------------------------------------------------------------------
@@ -95,10 +146,6 @@ class GroupStore(dist.Store):  # type: ignore[misc]  # dist is Any
         named = (name for name, place in self._places.items() if address and address in place)
         return next(named, None)
 
-    def _note_place(self, key: str, value: bytes) -> None:
-        if of_gloo := _OF_GLOO.search(key):
-            self._places[of_gloo[1]] = value
-
     # -- reading ------------------------------------------------------------------------------
 
     def get(self, key: str) -> bytes:
@@ -114,9 +161,17 @@ class GroupStore(dist.Store):  # type: ignore[misc]  # dist is Any
         """Return the values of several keys; each of them may wait for the store's timeout."""
         return [self.get(key) for key in keys]
 
+    def _read(self, key: str) -> bytes | None:
+        value: bytes | None = self._do("read", key)
+        return value
+
     def check(self, keys: Sequence[str]) -> bool:
         """Return whether all keys have a value, without waiting."""
         return all(self._read(key) is not None for key in keys)
+
+    def num_keys(self) -> int:
+        """Return how many keys have a value."""
+        return int(self._do("num_keys"))
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
         """Wait until all keys have a value, by default for the store's timeout at most."""
@@ -142,6 +197,45 @@ class GroupStore(dist.Store):  # type: ignore[misc]  # dist is Any
             raise WorkerLost(self.lost)
         if why := self.ended:
             raise RendezvousError(why)
+
+    # -- writing ------------------------------------------------------------------------------
+
+    def _change(self, operation: str, *arguments: Any) -> Any:
+        """Do an operation that writes, atomically: no other process or thread changes a value meanwhile."""
+        self._raise_if_ended()
+        return self._do(operation, *arguments)
+
+    def set(self, key: str, value: bytes | str) -> None:
+        """Give a key a value, in place of an earlier one."""
+        self.multi_set([key], [value])
+
+    def multi_set(self, keys: Sequence[str], values: Sequence[bytes | str]) -> None:
+        """Give several keys their values. Readers of a `FolderStore` may see some of the values before the others."""
+        pairs = {key: _bytes(value) for key, value in zip(keys, values, strict=True)}
+        for key, value in pairs.items():
+            if of_gloo := _OF_GLOO.search(key):
+                self._places[of_gloo[1]] = value  # for `group_at`
+        self._change("set", pairs)
+
+    def append(self, key: str, value: bytes | str) -> None:
+        """Add bytes to the end of a key's value; a missing value counts as empty."""
+        self._change("append", key, _bytes(value))
+
+    def add(self, key: str, amount: int) -> int:
+        """Add to a key's value, a decimal number, and return the sum; a missing value counts as 0."""
+        return int(self._change("add", key, amount))
+
+    def compare_set(self, key: str, expected: bytes | str, desired: bytes | str) -> bytes:
+        """Give a key the desired value if its value is the expected one; return the value that the key has afterwards.
+
+        A missing value counts as empty.
+        """
+        value: bytes = self._change("compare_set", key, _bytes(expected), _bytes(desired))
+        return value
+
+    def delete_key(self, key: str) -> bool:
+        """Remove a key and its value; return whether there was one."""
+        return bool(self._change("delete_key", key))
 
     # -- questions of torch about the store itself --------------------------------------------
 
@@ -172,112 +266,35 @@ class FolderStore(GroupStore):
     def __init__(self, folder: Path) -> None:
         super().__init__()
         self._folder = folder
+        self._files = _Files(folder)
 
     @property
     def ended(self) -> str:
         """Return why the group failed to form, or that the folder is gone; empty if all is well."""
         try:
-            return (self._folder / "ended").read_text()
+            return (self._folder / "ended").read_bytes().decode()
         except FileNotFoundError:
             return "" if self._folder.exists() else REPLACED
 
     def check(self, keys: Sequence[str]) -> bool:
         """Return whether all keys have a value, without waiting."""
-        return all(self._file(key).exists() for key in keys)
+        return all(self._files.path(key).exists() for key in keys)
 
-    def num_keys(self) -> int:
-        """Return how many keys have a value."""
-        return sum(1 for _ in self._folder.glob("key-*"))
+    def _do(self, operation: str, *arguments: Any) -> Any:
+        return operate(self._files, operation, *arguments)
 
-    # -- writing ------------------------------------------------------------------------------
-
-    def set(self, key: str, value: bytes | str) -> None:
-        """Give a key a value, in place of an earlier one."""
-        with self._lock():
-            self._write(key, _bytes(value))
-
-    def multi_set(self, keys: Sequence[str], values: Sequence[bytes | str]) -> None:
-        """Give several keys their values. Readers may see some of the values before the others."""
-        with self._lock():
-            for key, value in zip(keys, values, strict=True):
-                self._write(key, _bytes(value))
-
-    def append(self, key: str, value: bytes | str) -> None:
-        """Add bytes to the end of a key's value; a missing value counts as empty."""
-        with self._lock():
-            self._write(key, (self._read(key) or b"") + _bytes(value))
-
-    def add(self, key: str, amount: int) -> int:
-        """Add to a key's value, a decimal number, and return the sum; a missing value counts as 0."""
-        with self._lock():
-            total = int(self._read(key) or 0) + amount
-            self._write(key, b"%d" % total)
-        return total
-
-    def compare_set(self, key: str, expected: bytes | str, desired: bytes | str) -> bytes:
-        """Give a key the desired value if its value is the expected one; return the value that the key has afterwards.
-
-        A missing value counts as empty.
-        """
-        with self._lock():
-            found = self._read(key)
-            if (found or b"") != _bytes(expected):
-                return _bytes(expected) if found is None else found  # as torch's own stores answer
-            self._write(key, _bytes(desired))
-        return _bytes(desired)
-
-    def delete_key(self, key: str) -> bool:
-        """Remove a key and its value; return whether there was one."""
-        with self._lock():
-            try:
-                self._file(key).unlink()
-            except FileNotFoundError:
-                return False
-        return True
-
-    # -- files --------------------------------------------------------------------------------
-
-    def _file(self, key: str) -> Path:
-        # The name is a hash, as keys may have any characters and any length.
-        return self._folder / f"key-{hashlib.blake2b(key.encode(), digest_size=20).hexdigest()}"
-
-    def _read(self, key: str) -> bytes | None:
+    def _change(self, operation: str, *arguments: Any) -> Any:
+        self._raise_if_ended()  # before the wait for the lock, and without it
         try:
-            return self._file(key).read_bytes()
-        except FileNotFoundError:
-            return None
-
-    def _write(self, key: str, value: bytes) -> None:
-        """Replace the file of a key. The caller holds the lock."""
-        self._note_place(key, value)  # for `group_at`
-        draft = self._folder / "draft"
-        draft.write_bytes(value)
-        draft.rename(self._file(key))  # atomic: a reader has the old value or the new one, never half
-
-    @contextlib.contextmanager
-    def _lock(self) -> Iterator[None]:
-        deadline = time.monotonic() + self.timeout.total_seconds()
-        with _changing, self._open_lock() as file:
-            while True:
-                try:
-                    fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    break
-                except BlockingIOError:  # polled, as an endless wait in lockf could not time out
-                    if time.monotonic() > deadline:
-                        raise dist.DistStoreError(
-                            "another worker has held the lock of the process group's store for the whole timeout; "
-                            "it may have been stopped: see %dist_status"
-                        ) from None
-                    time.sleep(self._first_pause)
-            yield
-
-    def _open_lock(self) -> Any:
-        """Return the open lock file, not locked yet."""
-        self._raise_if_ended()
-        try:
-            return open(self._folder / "lock", "wb")
+            with locked(self._folder / "lock", self.timeout.total_seconds()):
+                return self._do(operation, *arguments)
         except FileNotFoundError:
             raise RendezvousError(REPLACED) from None
+        except TimeoutError:
+            raise dist.DistStoreError(
+                "another worker has held the lock of the process group's store for the whole timeout; "
+                "it may have been stopped: see %dist_status"
+            ) from None
 
 
 class GroupStores(Protocol):
@@ -309,9 +326,8 @@ class Folders:
     def end(self, generation: int, why: str) -> None:
         """Make every wait in a store raise RendezvousError with the text ``why``, which replaces an earlier text."""
         folder = self._folder / group_folder(generation)
-        draft = folder / "ending"  # not "draft", which a worker may be writing: the lock is not taken here
-        draft.write_text(why)
-        draft.rename(folder / "ended")
+        # Not "draft", which a worker may be writing: the lock is not taken here.
+        write_whole(folder / "ended", why.encode(), folder / "ending")
 
     def remove(self, generation: int) -> None:
         """Remove a folder, if there is one."""
