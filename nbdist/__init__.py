@@ -1,13 +1,13 @@
 """nbdist: a notebook drives a small distributed PyTorch system, and shows how it works.
 
 This is the map of the package. A lower layer never imports a higher one; a higher layer registers its functions with a
-lower one instead. `tests/test_layers.py` checks every import against the tables below.
+lower one, or `registry` names them. `tests/test_layers.py` checks every import against the tables below.
 
 ====== ============================ ==========================================================================
 layer  modules                      contents
 ====== ============================ ==========================================================================
 0      errors ids trace             errors, ids, events that views and tests can see
-       durations registry           checks of times that users give; functions that higher layers set
+       durations registry           checks of times that users give; objects of higher layers, by name
        signals holds                delay of signal handlers, such as Ctrl-C's, while code updates something;
                                     a queue of objects that were garbage-collected
        finalisers                   calls that a user's ``__del__`` or signal handler makes
@@ -52,7 +52,6 @@ import importlib
 import sys
 from typing import TYPE_CHECKING, Any
 
-from nbdist import registry
 from nbdist.errors import (
     DecodeError,
     EncodeError,
@@ -80,9 +79,6 @@ if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
     from nbdist.cluster.cluster import Cluster
-    from nbdist.compat.ipyparallel.views import DirectView, LoadBalancedView
-    from nbdist.rpc.agent import Agent
-    from nbdist.views.timeline.timeline import Timeline
 
 __all__ = [
     "Cluster",
@@ -221,45 +217,6 @@ def __getattr__(name: str) -> Any:
 def __dir__() -> list[str]:
     # For Tab: without the modules of the package that happen to be imported.
     return [*__all__, *_NAMESPACES]
-
-
-# Each of these imports its layer when it is first called: a process without an agent needs no `nbdist.autograd`.
-# `nbdist.registry` says what each one returns.
-def _make_recorder(agent: Any) -> Any:
-    from nbdist.autograd.recorder import Recorder
-
-    return Recorder(agent)
-
-
-def _describe(value: Any) -> str:
-    from nbdist.views.values import text_of
-
-    return text_of(value)
-
-
-def _draw(value: Any) -> dict[str, str]:
-    from nbdist.views.values import pictures_of
-
-    return pictures_of(value)
-
-
-def _make_timeline(agent: Agent) -> Timeline:
-    from nbdist.views.timeline.timeline import Timeline
-
-    return Timeline(agent)
-
-
-def _make_view(cluster: Cluster, targets: Any, balanced: bool) -> DirectView | LoadBalancedView:
-    from nbdist.compat.ipyparallel.client import view_of
-
-    return view_of(cluster, targets, balanced=balanced)
-
-
-registry.make_recorder = _make_recorder
-registry.describe = _describe
-registry.draw = _draw
-registry.make_timeline = _make_timeline
-registry.make_view = _make_view
 
 
 def load_ipython_extension(shell: InteractiveShell) -> None:

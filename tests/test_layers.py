@@ -21,6 +21,7 @@ import pytest
 from python_path import python_path
 
 import nbdist
+from nbdist import registry
 
 # What `import nbdist.rpc` must not bring in.
 NOTEBOOK_PACKAGES = ("IPython", "ipykernel", "jupyter_client", "ipywidgets", "ray")
@@ -171,6 +172,24 @@ def test_every_import_keeps_to_the_layers():
     assert not found, "\n" + "\n".join(found)
 
 
+def test_the_registry_lists_what_lower_layers_use():
+    """And nothing else: a row that nobody uses, or that leads down, goes."""
+    modules = [module for module in modules_below(Path(nbdist.__file__).parent) if module.name != "nbdist.registry"]
+    layer_of = {
+        module.name: nbdist.LAYERS.get(module.name.partition(".")[2].partition(".")[0], 0) for module in modules
+    }
+    used = set()
+    for module in modules:
+        for node in ast.walk(ast.parse(module.source)):
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "registry":
+                used.add(node.attr)
+                assert layer_of[registry.MODULES[node.attr]] > layer_of[module.name], f"{module.name}: {node.attr}"
+                assert getattr(registry, node.attr).__name__ == node.attr
+    assert used == registry.MODULES.keys()
+    with pytest.raises(AttributeError, match="has no attribute 'Nothing'"):
+        registry.Nothing  # noqa: B018
+
+
 def imports_within(folder: str) -> dict[str, set[str]]:
     """What each module of a folder of the package imports of the same folder, at any depth.
 
@@ -285,9 +304,7 @@ def test_the_parts_of_an_agent_ask_little_of_each_other():
         for node in ast.walk(ast.parse(module.source)):
             if isinstance(node, ast.ImportFrom) and node.module == "nbdist.rpc.recording":
                 names = {alias.name for alias in node.names}
-                assert "CallRecorder" not in names or module.name in {"nbdist.rpc.agent", "nbdist.registry"}, (
-                    module.name
-                )
+                assert "CallRecorder" not in names or module.name == "nbdist.rpc.agent", module.name
 
 
 def loaded_by(statement: str, path: Path) -> set[str]:

@@ -609,7 +609,7 @@ class Cluster:
                 timeline.save("step.json")  # for ui.perfetto.dev
         """
         self.start()
-        made: Timeline = registry.make_timeline(self.agent)
+        made: Timeline = registry.Timeline(self.agent)
         return made
 
     @overload
@@ -625,7 +625,8 @@ class Cluster:
             targets: A rank, a slice or sequence of ranks, or a target of ``%%remote``; None for all workers.
             balanced: Whether each task goes to the first of these workers that is free. Otherwise, each goes to all.
         """
-        made: DirectView | LoadBalancedView = registry.make_view(self, targets, balanced)
+        client = registry.Client(self)
+        made: DirectView | LoadBalancedView = (client.load_balanced_view if balanced else client.direct_view)(targets)
         return made
 
     # -- stopping -------------------------------------------------------------------------------

@@ -76,7 +76,7 @@ class PipelineTimeline:
         return "\n".join(lines)
 
     def _repr_html_(self) -> str:
-        return registry.draw(self)["text/html"]
+        return registry.pictures_of(self)["text/html"]
 
 
 def _length(rows: Sequence[Sequence[OpTimes]]) -> float:

@@ -206,7 +206,7 @@ class Agent:
         self.references = References(self.ids, self.exchange, self.membership, self.links, self.submit)
         self._on_lost: list[Callable[[Record, str], None]] = [self.sharing.on_lost]
         self._on_joined: list[Callable[[Record], object]] = []
-        self.recorder: CallRecorder = registry.make_recorder(self)  # made by `nbdist.autograd`
+        self.recorder: CallRecorder = registry.Recorder(self)
         self.executor = Executor(
             self.exchange,
             self.membership,

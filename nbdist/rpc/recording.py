@@ -1,6 +1,6 @@
 """The interface through which an agent tells an autograd recorder which tensors its messages carry.
 
-`nbdist.autograd` has the recorder, and `nbdist.registry` makes one for each agent. This layer does not know what a
+`nbdist.autograd` has the recorder, and each agent makes one by `nbdist.registry`. This layer does not know what a
 recorder does. When a message is sent, this layer gives the recorder the tensors that require grad. When a message has
 arrived, it lets the recorder join the tensors to the graph, so that gradients can flow back.
 """

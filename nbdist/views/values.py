@@ -1,4 +1,4 @@
-"""Draws the values of lower layers that show themselves. `nbdist` gives these functions to them by `nbdist.registry`.
+"""Draws the values of lower layers that show themselves. They call these functions by `nbdist.registry`.
 
 They work in a plain script, too: nothing here needs a Jupyter package.
 """

@@ -73,10 +73,10 @@ class _Drawn:
     """The base of the data that views draw: the repr is text, and a notebook shows a picture."""
 
     def __repr__(self) -> str:
-        return registry.describe(self)
+        return registry.text_of(self)
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, str]:
-        return registry.draw(self)
+        return registry.pictures_of(self)
 
 
 @dataclass(repr=False)

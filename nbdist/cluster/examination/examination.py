@@ -53,10 +53,10 @@ class Examination:
         return None
 
     def __repr__(self) -> str:
-        return registry.describe(self)
+        return registry.text_of(self)
 
     def _repr_html_(self) -> str:
-        return registry.draw(self)["text/html"]
+        return registry.pictures_of(self)["text/html"]
 
 
 def examine(agent: Agent, workers: Sequence[Worker], seconds: float) -> Examination:

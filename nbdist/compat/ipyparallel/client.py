@@ -23,22 +23,6 @@ Targets = int | str | slice | Sequence[int] | None
 """The ways to name engines: a rank, a slice or sequence of ranks, a target of ``%%remote``, or None for all."""
 
 
-def view_of(cluster: Workers, targets: Targets = None, *, balanced: bool = False) -> DirectView | LoadBalancedView:
-    """Return a view of some workers of a cluster, or of all. ``cluster.view()`` calls this.
-
-    Args:
-        cluster: The cluster. It is started if it does not run.
-        targets: A rank, a slice or sequence of ranks, or a target of ``%%remote``; None for all workers.
-        balanced: Whether each task goes to the first of these workers that is free. If False, it goes to all of them.
-
-    Raises:
-        UnknownWorker: The cluster has no such worker.
-        UsageError: The target cannot be read or names no worker, or the cluster has been shut down.
-    """
-    client = Client(cluster)
-    return client.load_balanced_view(targets) if balanced else client.direct_view(targets)
-
-
 class Client(Closed):
     """Makes views of the notebook's cluster; if none runs, starts one with a worker for each core.
 
