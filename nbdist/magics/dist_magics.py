@@ -5,6 +5,7 @@ The docstring of a magic is the help that users read, with `%dist_init?` for ins
 
 from __future__ import annotations
 
+import argparse
 import ast
 import functools
 import re
@@ -37,7 +38,7 @@ from nbdist.cluster.output.sinks import current_sink
 from nbdist.cluster.spec import DEFAULT_INVITATION, describe_options
 from nbdist.errors import NbdistError, UsageError
 from nbdist.magics.checking import check
-from nbdist.magics.lines import READERS, CellLine, parse_cell, parse_diff, parse_init, parse_value, read
+from nbdist.magics.lines import READERS, parse_diff, parse_init, parse_value, read
 from nbdist.magics.overview import overview
 from nbdist.magics.session import NotebookSession
 from nbdist.views.passes.watching import Watcher
@@ -523,13 +524,13 @@ class DistMagics(Magics):  # type: ignore[misc, unused-ignore]
             %remote worker1 losses[-1]
         """
         if cell is None:
-            asked = parse_value(line)
+            targets, expression, timeout = parse_value(line)
             cluster = self._session.cluster()
-            living = _living(cluster, asked.targets)
-            found = cluster.evaluate(asked.expression, living, timeout=asked.timeout)
+            living = _living(cluster, targets)
+            found = cluster.evaluate(expression, living, timeout=timeout)
             # If all other workers are lost, `all` names one worker, and the answer stays a list.
-            return [found] if living != asked.targets and living in cluster.names else found
-        return self._run(parse_cell(line), cell)
+            return [found] if living != targets and living in cluster.names else found
+        return self._run(read("%%remote", line), cell)
 
     @no_var_expand
     @cell_magic
@@ -624,7 +625,7 @@ class DistMagics(Magics):  # type: ignore[misc, unused-ignore]
             %%distributed -o losses
             step(batch)
         """
-        options = parse_cell(line, "%%distributed")
+        options = read("%%distributed", line)
         if options.targets is not None:
             raise UsageError("%%distributed takes no target, because it runs on all workers: write %%remote TARGET")
         return self._run(options, cell)
@@ -638,12 +639,12 @@ class DistMagics(Magics):  # type: ignore[misc, unused-ignore]
             %%rank[0,1] -t 60
             step(batch)
         """
-        options = parse_cell(line, "%%rank")
+        options = read("%%rank", line)
         if options.targets is None:
             raise UsageError("%%rank needs ranks: write %%rank[0,1], or %%distributed for all workers")
         return self._run(options, cell)
 
-    def _run(self, options: CellLine, code: str) -> Cell | None:
+    def _run(self, options: argparse.Namespace, code: str) -> Cell | None:
         """Run code on workers with the ``options`` of `%%remote`; return the handle with ``-a``, else None."""
         cluster = self._session.cluster()
         cluster.select(options.targets)  # a wrong target is an error before a wrong cell is

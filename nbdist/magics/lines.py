@@ -12,7 +12,7 @@ import argparse
 import keyword
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from typing import Any
 
 from nbdist.cluster.spec import DEFAULT_INVITATION, OPTIONS, VALID_FOR, Spec
@@ -32,7 +32,7 @@ def _reader(usage: str, *flags: str) -> Reader:
     return reader
 
 
-def read(magic: str, line: str) -> Any:
+def read(magic: str, line: str) -> argparse.Namespace:
     """Return the options in the line of a magic, by name. ``targets``, if it has this, is one text, or None."""
     found = READERS[magic].read(line)
     if hasattr(found, "targets"):
@@ -68,27 +68,7 @@ def _variable(text: str) -> str:
     return text
 
 
-# -- %%remote -----------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class CellLine:
-    """The options in the first line of a cell for workers. ``%%remote?`` explains them."""
-
-    targets: str | None
-    noblock: bool
-    out: str | None
-    timeout: float | None
-    group_outputs: bool
-    fail_fast: bool
-    progress_after: float
-    local: bool
-
-
-def parse_cell(line: str, magic: str = "%%remote") -> CellLine:
-    """Parse the line after the magic of a cell for workers: ``%%remote``, ``%%distributed`` or ``%%rank``."""
-    return CellLine(**vars(read(magic, line)))
-
+# -- %remote ------------------------------------------------------------------------------------
 
 # The option may also stand after the target, because no expression begins with -t and a number.
 _VALUE = re.compile(
@@ -101,17 +81,8 @@ _VALUE = re.compile(
 _VALUE_USAGE = "write: %remote [-t SECONDS] TARGET expression, for instance: %remote worker1 x.shape"
 
 
-@dataclass(frozen=True)
-class ValueLine:
-    """The target, the expression and the time limit of a line of ``%remote``."""
-
-    targets: str
-    expression: str
-    timeout: float | None
-
-
-def parse_value(line: str) -> ValueLine:
-    """Parse the line of ``%remote``: ``[-t SECONDS] TARGET expression``."""
+def parse_value(line: str) -> tuple[str, str, float | None]:
+    """Parse the line of ``%remote``; return the target, the expression and the time limit."""
     match = _VALUE.fullmatch(line)
     if match is None:
         raise UsageError(
@@ -124,7 +95,7 @@ def parse_value(line: str) -> ValueLine:
         timeout = _seconds(seconds) if seconds is not None else None
     except argparse.ArgumentTypeError as error:
         raise UsageError(f"-t: {error}; {_VALUE_USAGE}") from None
-    return ValueLine(targets, match["expression"], timeout)
+    return targets, match["expression"], timeout
 
 
 # -- %dist_init ---------------------------------------------------------------------------------

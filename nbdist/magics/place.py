@@ -8,7 +8,7 @@ from typing import NamedTuple
 from nbdist.cluster.cluster import Cluster
 from nbdist.cluster.kernels.workers import Worker
 from nbdist.errors import NbdistError
-from nbdist.magics.lines import parse_cell
+from nbdist.magics.lines import read
 
 _FIRST_LINE = re.compile(r"\s*%%(?:remote|distributed|rank)\b([^\n]*)")
 _VALUE = re.compile(r"\s*%remote\s+(?:(?:-t|--timeout)[ =]\s*\S+\s+)?(\[[^\]]*\]|[^\s\[]+)\s+")
@@ -30,7 +30,7 @@ class RemoteCode(NamedTuple):
         if cluster is None or not cluster.running:
             return None
         try:
-            return cluster.select(parse_cell(self.line).targets)[0]
+            return cluster.select(read("%%remote", self.line).targets)[0]
         except NbdistError:
             return None
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 import shlex
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from nbdist.errors import UsageError
 
@@ -38,7 +38,7 @@ class Reader(argparse.ArgumentParser):
         # argparse's own method ends the process.
         raise UsageError(f"{message}; write: {self.usage}")
 
-    def read(self, line: str) -> Any:
+    def read(self, line: str) -> argparse.Namespace:
         """Return the options of a line, whose words are separated as in a shell. Raises UsageError if it is wrong."""
         try:
             words = shlex.split(line)

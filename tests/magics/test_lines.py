@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from argparse import Namespace
 
 import pytest
 from hypothesis import given
@@ -11,20 +12,20 @@ from hypothesis import strategies as st
 from nbdist.cluster.spec import Spec
 from nbdist.cluster.targets import parse_targets
 from nbdist.errors import UsageError
-from nbdist.magics.lines import READERS, CellLine, ValueLine, parse_cell, parse_init, parse_value, read
+from nbdist.magics.lines import READERS, parse_init, parse_value, read
 
 FOUR = ["worker0", "worker1", "worker2", "worker3"]
 USAGE = "%%remote [TARGET] [-a] [-o NAME] [-t SECONDS] [--group-outputs] [--fail-fast] [--progress-after SECONDS]"
 
 
 def cell(line):
-    return parse_cell(line)
+    return read("%%remote", line)
 
 
 def cell_line(targets=None, **options):
     plain = {"noblock": False, "out": None, "timeout": None, "group_outputs": False, "local": False}
     plain |= {"fail_fast": False, "progress_after": 10.0}
-    return CellLine(targets, **{**plain, **options})
+    return Namespace(targets=targets, **{**plain, **options})
 
 
 # -- %%remote -----------------------------------------------------------------------------------
@@ -147,27 +148,27 @@ def test_all_options_of_a_cell_can_be_completed():
 @pytest.mark.parametrize(
     ("line", "means"),
     [
-        ("0 x", ValueLine("0", "x", None)),
-        ("  0   x  ", ValueLine("0", "x", None)),
-        ("worker1 x.shape", ValueLine("worker1", "x.shape", None)),
-        ("[0,1] x + 1", ValueLine("[0,1]", "x + 1", None)),
-        ("[0, 1] x + 1", ValueLine("[0, 1]", "x + 1", None)),
-        ("[ 0 - 2 ],worker3 x", ValueLine("[ 0 - 2 ],worker3", "x", None)),
-        ("0, 2 x", ValueLine("0, 2", "x", None)),
-        ("worker1 a if b else c", ValueLine("worker1", "a if b else c", None)),
-        ("all [x, 'a b', {}]", ValueLine("all", "[x, 'a b', {}]", None)),
-        (": x[1:2]", ValueLine(":", "x[1:2]", None)),
-        ("::2 f(x, y)", ValueLine("::2", "f(x, y)", None)),
-        ("-1 -x", ValueLine("-1", "-x", None)),
-        ("0 -t", ValueLine("0", "-t", None)),
-        ("0 -t - 5", ValueLine("0", "-t - 5", None)),
-        ("0 (\n1,\n)", ValueLine("0", "(\n1,\n)", None)),
-        ('0 "it\'s"', ValueLine("0", '"it\'s"', None)),
-        ("-t 5 0 x", ValueLine("0", "x", 5.0)),
-        ("--timeout 0.5 [0, 1] x", ValueLine("[0, 1]", "x", 0.5)),
-        ("--timeout=2 -1 x", ValueLine("-1", "x", 2.0)),
-        ("0 -t 5 x", ValueLine("0", "x", 5.0)),
-        ("0 --timeout=.5 x y", ValueLine("0", "x y", 0.5)),
+        ("0 x", ("0", "x", None)),
+        ("  0   x  ", ("0", "x", None)),
+        ("worker1 x.shape", ("worker1", "x.shape", None)),
+        ("[0,1] x + 1", ("[0,1]", "x + 1", None)),
+        ("[0, 1] x + 1", ("[0, 1]", "x + 1", None)),
+        ("[ 0 - 2 ],worker3 x", ("[ 0 - 2 ],worker3", "x", None)),
+        ("0, 2 x", ("0, 2", "x", None)),
+        ("worker1 a if b else c", ("worker1", "a if b else c", None)),
+        ("all [x, 'a b', {}]", ("all", "[x, 'a b', {}]", None)),
+        (": x[1:2]", (":", "x[1:2]", None)),
+        ("::2 f(x, y)", ("::2", "f(x, y)", None)),
+        ("-1 -x", ("-1", "-x", None)),
+        ("0 -t", ("0", "-t", None)),
+        ("0 -t - 5", ("0", "-t - 5", None)),
+        ("0 (\n1,\n)", ("0", "(\n1,\n)", None)),
+        ('0 "it\'s"', ("0", '"it\'s"', None)),
+        ("-t 5 0 x", ("0", "x", 5.0)),
+        ("--timeout 0.5 [0, 1] x", ("[0, 1]", "x", 0.5)),
+        ("--timeout=2 -1 x", ("-1", "x", 2.0)),
+        ("0 -t 5 x", ("0", "x", 5.0)),
+        ("0 --timeout=.5 x y", ("0", "x y", 0.5)),
     ],
 )
 def test_a_value_is_asked_for_by_target_and_expression(line, means):
@@ -208,7 +209,7 @@ expressions = (
 @given(targets, expressions, st.none() | st.integers(1, 99))
 def test_whatever_stands_behind_the_target_is_the_expression(target, expression, timeout):
     option = f"-t {timeout} " if timeout is not None else ""
-    assert parse_value(f"{option}{target} {expression}") == ValueLine(target, expression, timeout)
+    assert parse_value(f"{option}{target} {expression}") == (target, expression, timeout)
 
 
 @given(st.text(st.sampled_from("ab01 -,:[]'\"\\=t\n"), max_size=20))
