@@ -127,7 +127,7 @@ class CellSender:
         ``content`` and ``metadata`` belong to the execute request, as JSON; ``token`` comes from `Lifecycle.choosing`.
         """
         self._lifecycle.unsent.discard(token)  # no other work of this thread runs before the end of this method
-        cell.when_part_ends(self._on_part_end)
+        cell.at_part_end = self._on_part_end
         lost: dict[str, str] = {}
         for worker in workers:
             if worker.kernel is None or worker.lost is not None:

@@ -49,7 +49,6 @@ from nbdist.cluster.team import Targets, Team
 from nbdist.cluster.worker_changes import WorkerChanges
 from nbdist.errors import NbdistError, UsageError
 from nbdist.rpc import api, failures
-from nbdist.rpc.agent import Agent
 from nbdist.rpc.asking import ask_each
 from nbdist.rpc.options import RpcBackendOptions
 from nbdist.torch_private import warn_of_untested
@@ -276,7 +275,9 @@ class Cluster:
             self.kernel_thread,
             self._router.on_message,
             self._on_step,
-            lambda worker, why: self._deaths.on_end(worker, why),  # not bound: it is made below, and members end later
+            # Not bound: `_deaths` and `agent` are made below, and members end later.
+            lambda worker, why: self._deaths.on_end(worker, why),
+            lambda name: any(record.name == name for record in self.agent.members()),
         )
         self.lifecycle.launch(self.workers)
         # While this process does the following, the workers start, so this costs no extra time.
@@ -284,25 +285,22 @@ class Cluster:
         id = 0 if self.spec.driver is not None else self.spec.count
         asked = {name: value for name, value in self.spec.rpc.items() if name not in ("device_maps", "rpc_timeout")}
         options = RpcBackendOptions(**launcher.rpc, **asked)
-        self.agent: Agent = api.initialize(self.driver, id, None, options, hosted=self.lifecycle.folder, device="cpu")
-        self.agent.rpc_timeout = self.spec.rpc.get("rpc_timeout", self.agent.rpc_timeout)
-        self.agent.know_cells(self._router.origins.current)
-        self.agent.named.publish("boards", launcher.group_stores, "act")  # stores in folders are not called
+        self.agent = agent = api.initialize(self.driver, id, None, options, hosted=self.lifecycle.folder, device="cpu")
+        agent.rpc_timeout = self.spec.rpc.get("rpc_timeout", agent.rpc_timeout)
+        agent.know_cells(self._router.origins.current)
+        agent.named.publish("boards", launcher.group_stores, "act")  # stores in folders are not called
         failures.on_text(labels.rename_frames)
-        self._deaths = Deaths(self._team, self.kernel_thread, self.agent, launcher.signal)
-        self._interrupts = Interrupts(self._team, self.kernel_thread, self.agent, launcher)
-        parts = self._router, self.lifecycle, self.agent, self._interrupts
-        self._cells = CellSender(self._team, self.kernel_thread, *parts)
-        self._values = CellValues(self._team, self._cells, self.agent)
-        self._lanes = Lanes(self.workers, self.kernel_thread, self.agent)
-        self._changes = WorkerChanges(
-            self.spec, self._team, self.lifecycle, self._deaths, self.agent, self._lanes.look_again, self._tell
-        )
+        self._deaths = Deaths(self._team, self.kernel_thread, agent, launcher.signal)
+        self._interrupts = Interrupts(self._team, self.kernel_thread, agent, launcher)
+        self._cells = CellSender(self._team, self.kernel_thread, self._router, self.lifecycle, agent, self._interrupts)
+        self._values = CellValues(self._team, self._cells, agent)
+        self._lanes = Lanes(self.workers, self.kernel_thread, agent)
+        self._changes = WorkerChanges(self.spec, self._team, self.lifecycle, agent, self._lanes.look_again, self._tell)
         self.farewells.append(self._lanes.close)
         self.lifecycle.bring_up(self.workers, deadline)
         process_memory.mark_start()
         self._mending = Mending(self.lifecycle, self._changes)
-        self.agent.named.publish("mending", self._mending, *Mending.METHODS)
+        agent.named.publish("mending", self._mending, *Mending.METHODS)
 
     def _on_step(self, worker: Worker, step: str) -> None:
         if step == "rpc":

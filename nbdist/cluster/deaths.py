@@ -28,10 +28,6 @@ class Deaths:
         agent.explain_end = self._explain
         agent.on_lost(self._on_lost)
 
-    def is_member(self, name: str) -> bool:
-        """Return whether the RPC world still counts a worker as a member."""
-        return any(record.name == name for record in self._agent.members())
-
     def on_end(self, worker: Worker, why: str) -> None:
         """Tell this process's agent that the process of a member has ended, and how. In the kernel thread."""
         if worker.host:  # the agent would notice only its silence; of this host's processes, it notices the end itself

@@ -26,6 +26,7 @@ from nbdist.cluster.hosts.launchers.inviting import InvitingLauncher
 from nbdist.cluster.kernels.workers import Worker
 from nbdist.cluster.lifecycle import Lifecycle
 from nbdist.cluster.output.arranger import say_names
+from nbdist.cluster.team import Team
 from nbdist.durations import LONGEST
 
 _log = logging.getLogger("nbdist.cluster")
@@ -35,12 +36,10 @@ class Growth:
     """Lets one cluster grow.
 
     Args:
-        workers: The cluster's workers, a list to which `Lifecycle.adopt` adds the new ones.
-        make: Makes the object for the worker of a rank.
+        team: The cluster's workers, to which `Lifecycle.adopt` adds the new ones.
         lives: Starts the workers.
         launcher: Knows how many new workers its keepers have room for.
         changing: Held while workers are added; `WorkerChanges` holds it while it restarts workers.
-        is_member: Returns whether the RPC world still has a member of a name.
         timeout: Seconds within which new workers must be ready.
         grown: Called when workers have been added to the cluster; the process group may still have to form.
         tell: Called with a line for the user when workers have joined, or could not join.
@@ -48,22 +47,18 @@ class Growth:
 
     def __init__(
         self,
-        workers: Sequence[Worker],
-        make: Callable[[int], Worker],
+        team: Team,
         lives: Lifecycle,
         launcher: InvitingLauncher,
         changing: threading.Lock,
-        is_member: Callable[[str], bool],
         timeout: float,
         grown: Callable[[], object],
         tell: Callable[[str], object],
     ) -> None:
-        self._workers = workers
-        self._make = make
+        self._team = team
         self._lives = lives
         self._launcher = launcher
         self._changing = changing
-        self._is_member = is_member
         self._timeout = timeout
         self._grown = grown
         self._tell = tell
@@ -81,9 +76,8 @@ class Growth:
 
     def wait_for(self, count: int, timeout: float) -> bool:
         """Wait until the cluster has at least ``count`` workers; return False after ``timeout`` seconds."""
-        deadline = time.monotonic() + min(timeout, LONGEST)
         with self._changed:
-            return self._changed.wait_for(lambda: len(self._workers) >= count, max(0.0, deadline - time.monotonic()))
+            return self._changed.wait_for(lambda: len(self._team.workers) >= count, min(timeout, LONGEST))
 
     def _look(self) -> None:
         try:
@@ -99,10 +93,10 @@ class Growth:
     def _take_in(self, count: int) -> None:
         """Add ``count`` workers to the cluster, all or none, and tell the user. The caller holds `_changing`."""
         deadline = time.monotonic() + self._timeout
-        workers = [self._make(len(self._workers) + index) for index in range(count)]
+        workers = [self._team.make(len(self._team.workers) + index) for index in range(count)]
         names = [worker.name for worker in workers]
         self._launcher.expect(names)
-        failed = self._lives.bring_in(workers, self._is_member, deadline)
+        failed = self._lives.bring_in(workers, deadline)
         if failed:
             firsts = {name: str(error).partition("\n")[0] for name, error in failed.items()}
             reasons = {name: f"{name} could not join the running cluster: {why}" for name, why in firsts.items()}
@@ -112,7 +106,7 @@ class Growth:
                     self._say(reasons[worker.name] + (f" (on {worker.host})" if worker.host else ""))
             return
         self._launcher.keep(names)
-        line = self._say_joined(workers)  # before `adopt`, which lengthens `_workers`
+        line = self._say_joined(workers)  # before `adopt`, which lengthens `Team.workers`
         try:
             awaited = self._lives.adopt(workers, time.monotonic() + self._timeout)
         except Exception as error:  # of a worker or of RPC: the workers have joined all the same
@@ -128,7 +122,7 @@ class Growth:
     def _say_joined(self, workers: Sequence[Worker]) -> str:
         hosts = list(dict.fromkeys(worker.host for worker in workers))
         names = say_names([worker.name for worker in workers])
-        return f"{names} joined from {', '.join(hosts)}; {counted(len(self._workers) + len(workers), 'worker')}."
+        return f"{names} joined from {', '.join(hosts)}; {counted(len(self._team.workers) + len(workers), 'worker')}."
 
     def _say(self, line: str) -> None:
         _log.info(line)

@@ -24,11 +24,7 @@ def launcher_of(spec: Spec) -> type[Launcher]:
         from nbdist.cluster.hosts.launchers.open_local import OpenLocalLauncher
 
         return OpenLocalLauncher
-    return find_launcher(spec.launcher)
-
-
-def find_launcher(name: str) -> type[Launcher]:
-    """Return the class of a launcher, built in or installed. Raises UsageError if there is none of that name."""
+    name = spec.launcher
     if name == "local":
         from nbdist.cluster.processes.launchers.local import LocalLauncher
 

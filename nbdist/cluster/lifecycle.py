@@ -57,7 +57,7 @@ class Lifecycle:
     Methods wait in the calling thread for coroutines, which run in the kernel thread. A ``deadline`` is by
     `time.monotonic`. ``listener(worker, channel, message)`` gets what kernels send unasked, ``reached(worker, step)``
     each step of a worker, and ``ended(worker, why)`` each end of a worker's process that was a member of the RPC world,
-    in that thread.
+    in that thread. ``is_member(name)`` returns whether the RPC world still counts a worker as a member.
     """
 
     def __init__(
@@ -70,6 +70,7 @@ class Lifecycle:
         listener: Callable[[Worker, str, Message], None],
         reached: Callable[[Worker, str], None],
         ended: Callable[[Worker, str], None],
+        is_member: Callable[[str], bool],
     ) -> None:
         self._spec = spec
         self._backend = backend
@@ -78,6 +79,7 @@ class Lifecycle:
         self._listener = listener
         self._reached_step = reached
         self._ended = ended
+        self._is_member = is_member
         self._group_is_due = False  # True if the group must form anew once all are idle; for the kernel thread only
         self._is_ending = False
         self._coming: list[Worker] = []  # those that are starting to join the cluster: see `bring_in`
@@ -209,14 +211,12 @@ class Lifecycle:
         await worker.call("join()")
         self._note_reached(worker, "rpc")
 
-    def bring_in(
-        self, workers: Sequence[Worker], is_member: Callable[[str], bool], deadline: float
-    ) -> dict[str, BaseException]:
+    def bring_in(self, workers: Sequence[Worker], deadline: float) -> dict[str, BaseException]:
         """Start new workers beside the workers of the running cluster; return the errors of the failed ones, by name.
 
         If the result is empty, all of them are members of the RPC world, and `adopt` makes them workers of the cluster.
-        Else all of them have been killed. ``is_member`` is as for `kill`. The caller makes sure that no other call of
-        this method, and no restart, runs at the same time.
+        Else all of them have been killed. The caller makes sure that no other call of this method, and no restart, runs
+        at the same time.
         """
         failed: dict[str, BaseException] = {}
 
@@ -242,7 +242,7 @@ class Lifecycle:
                 failed.update({each.name: error for each in workers if each.step != "rpc"} or {workers[0].name: error})
             try:
                 with contextlib.suppress(StartError):  # a host may be cut off: it ends its workers by itself
-                    self.kill(workers, is_member, time.monotonic() + _KILLED_WITHIN)
+                    self.kill(workers, time.monotonic() + _KILLED_WITHIN)
             finally:
                 self._coming = []
         return failed
@@ -314,7 +314,7 @@ class Lifecycle:
         Cells begin and end in that thread, so none begins between the check and the start of the group. Returns the
         names of the workers that are not idle, and the coroutine of `_begin_group` if this has called it.
         """
-        if self._backend == "none":  # no worker needs to be idle
+        if not self.has_group:  # no worker needs to be idle
             return [], self._begin_group() if self._told_size != len(self._workers) else None
         busy = [worker.name for worker in self._workers if worker.state != "idle"]
         self._group_is_due = bool(busy)
@@ -336,7 +336,7 @@ class Lifecycle:
 
         def note() -> None:
             if (
-                self._backend != "none"
+                self.has_group
                 and generation == self.generations.present  # else another worker has asked for the same
                 and all(worker.alive for worker in self._workers)  # else its restart forms the group
             ):
@@ -368,7 +368,7 @@ class Lifecycle:
             _log.error(_NOT_FORMED, error)
 
     async def _form_group(self) -> None:
-        if self._backend != "none":
+        if self.has_group:
             await self._begin_group()
 
     def _begin_group(self) -> Coroutine[Any, Any, None]:
@@ -377,7 +377,7 @@ class Lifecycle:
         Raises WorkerLost at once if a worker is dead. If one fails, the others are released, and the coroutine raises
         its error. In the kernel thread. With the backend none, the workers only learn how many they are.
         """
-        if self._backend == "none":
+        if not self.has_group:
             return self._tell_size()
         self._raise_if_any_is_dead()
         generation = self.generations.begin()
@@ -487,18 +487,15 @@ class Lifecycle:
 
     # -- down ---------------------------------------------------------------------------------
 
-    def kill(
-        self, workers: Sequence[Worker], is_member: Callable[[str], bool], deadline: float, because: str = ""
-    ) -> None:
+    def kill(self, workers: Sequence[Worker], deadline: float, because: str = "") -> None:
         """Kill workers; wait until their processes have ended and they are no members of the RPC world any more.
 
-        Their cells fail, with the reason ``because`` if there is one. ``is_member(name)`` returns whether the RPC world
-        still counts a worker as a member. Raises StartError after ``deadline``.
+        Their cells fail, with the reason ``because`` if there is one. Raises StartError after ``deadline``.
         """
         why = f"was restarted, because {because}" if because else "was restarted"
 
         def is_gone(worker: Worker) -> bool:
-            return worker.ended.is_set() and not is_member(worker.name)
+            return worker.ended.is_set() and not self._is_member(worker.name)
 
         async def kill() -> None:
             for worker in workers:

@@ -19,7 +19,6 @@ from typing import cast
 
 from nbdist.amounts import counted
 from nbdist.channel.resources import refusals_in_words
-from nbdist.cluster.deaths import Deaths
 from nbdist.cluster.growing import Growth
 from nbdist.cluster.hosts.launchers.inviting import InvitingLauncher
 from nbdist.cluster.hosts.losses import Losses
@@ -44,29 +43,18 @@ class WorkerChanges:
         spec: Spec,
         team: Team,
         lifecycle: Lifecycle,
-        deaths: Deaths,
         agent: Agent,
         grown: Callable[[], object],
         tell: Callable[[str], object],
     ) -> None:
-        self._spec, self._team, self._lifecycle, self._deaths, self._tell = spec, team, lifecycle, deaths, tell
+        self._spec, self._team, self._lifecycle, self._tell = spec, team, lifecycle, tell
         self.awaited: list[str] = []
         """The workers that had to become idle, at the last `restart`, for the process group to form anew."""
         self.changing = threading.Lock()  # held while workers restart, join, or form the process group for the user
         self._losses = Losses(agent) if spec.is_remote else None
         self._growth: Growth | None = None  # None if the launcher lets no worker join
         if spec.may_grow:
-            self._growth = Growth(
-                team.workers,
-                team.make,
-                lifecycle,
-                self._launcher(),
-                self.changing,
-                deaths.is_member,
-                spec.timeout,
-                grown,
-                tell,
-            )
+            self._growth = Growth(team, lifecycle, self._launcher(), self.changing, spec.timeout, grown, tell)
         self._is_closed = False
 
     def begin(self) -> None:
@@ -92,7 +80,7 @@ class WorkerChanges:
         workers = self._team.workers
         if chosen:
             with refusals_in_words("the workers cannot be restarted"):
-                self._lifecycle.kill(chosen, self._deaths.is_member, deadline, because)
+                self._lifecycle.kill(chosen, deadline, because)
                 if self._losses is not None:  # a worker can join under its name once all have given it up
                     self._losses.wait()
                 try:

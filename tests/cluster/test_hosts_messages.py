@@ -76,7 +76,7 @@ def test_what_is_refused(tmp_path, monkeypatch):
     with pytest.raises(UsageError, match=r"the invitation cannot be written to .*/none/file: No such file"):
         Invitation("tcp://a:1", "key", "token", 1, "now").write(Path(tmp_path, "none", "file"))
     with pytest.raises(UsageError, match=r"this host cannot reach no\.such\.host\.invalid: "):
-        own_address_towards("no.such.host.invalid", 1)
+        own_address_towards("tcp://no.such.host.invalid:1")
     with pytest.raises(ChannelError, match=r"the address nonsense of the cluster cannot be used: "):
         knock("nonsense", Secret(b"a secret of some length", shared_off_host=True).curve("entrance").public, b"", 0.1)
     monkeypatch.setitem(sys.modules, "ray", None)

@@ -19,10 +19,11 @@ from nbdist.cluster.executor import WorkerExecutor
 from nbdist.cluster.jupyter import jupyter_wire
 from nbdist.cluster.jupyter.kernel_connection import Kernel
 from nbdist.cluster.kernels.workers import Worker, lost_error
-from nbdist.cluster.launching import find_launcher
+from nbdist.cluster.launching import launcher_of
 from nbdist.cluster.processes import run_directory
 from nbdist.cluster.processes.group_store import Folders, FolderStore
 from nbdist.cluster.processes.worker_processes import Processes
+from nbdist.cluster.spec import Spec
 from nbdist.cluster.worker import collectives, kernel, nccl, non_members
 from nbdist.errors import EncodeError, GroupError, ProtocolError, RendezvousError, UnknownWorker, UsageError, WorkerLost
 from nbdist.testing import World
@@ -60,7 +61,11 @@ def cluster(**now):
             UsageError,
             r"'a \+ b' is not a variable's name; `%remote TARGET expression`",
         ),
-        (lambda: find_launcher("slurm"), UsageError, r"there is no launcher 'slurm'; the installed ones are "),
+        (
+            lambda: launcher_of(Spec(2, launcher="slurm")),
+            UsageError,
+            r"there is no launcher 'slurm'; the installed ones are ",
+        ),
         (kernel.setup, UsageError, r"this process is not a worker of a cluster: call this on a worker"),
         (
             lambda: WorkerExecutor.submit(SimpleNamespace(_is_shut_down=True), max),

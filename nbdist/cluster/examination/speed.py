@@ -17,7 +17,6 @@ from dataclasses import dataclass
 import torch
 
 from nbdist.errors import NbdistError
-from nbdist.rpc.agent import Agent
 from nbdist.rpc.api import current_agent
 from nbdist.rpc.asking import ask_each
 
@@ -115,7 +114,7 @@ def measure_from_here(to: str, part: float = 1.0) -> LinkSpeed:
     try:
         # First once without counting: the receiver may have to import this module, and ZeroMQ to connect.
         ask_each(agent, _clock, {to: ()}, timeout=ANSWERS_WITHIN).or_raise()
-        trips = round_trips(lambda: _ask_clock(agent, to), _ROUND_TRIPS_SECONDS * part)
+        trips = round_trips(lambda: agent.ask(to, _clock, timeout=ANSWERS_WITHIN), _ROUND_TRIPS_SECONDS * part)
         latency, ahead = trips.latency, trips.ahead
         sent = {size: torch.ones(size, dtype=torch.uint8) for size in _SIZES}
 
@@ -132,10 +131,6 @@ def error_in_words(error: BaseException) -> str:
     """Return the class of an error and the first line of its text."""
     said = str(error).strip().partition("\n")[0]
     return f"{type(error).__name__}: {said}" if said else type(error).__name__
-
-
-def _ask_clock(agent: Agent, to: str) -> float:
-    return float(agent.ask(to, _clock, timeout=ANSWERS_WITHIN))
 
 
 def _clock() -> float:

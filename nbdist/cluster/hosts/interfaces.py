@@ -19,10 +19,12 @@ _ENTRY = struct.Struct("16sHH4s16x" if struct.calcsize("P") == 8 else "16sHH4s8x
 _LOOPBACK = "lo"  # the interface of all of 127.0.0.1 to 127.255.255.254, of which it lists only the first
 
 
-def own_address_towards(host: str, port: int) -> str:
-    """Return this host's address on the way to ``host``. Raises UsageError if there is no way there."""
+def own_address_towards(address: str) -> str:
+    """Return this host's address on the way to ``tcp://host:port``. Raises UsageError if there is no way there."""
+    name, _, port = address.removeprefix("tcp://").rpartition(":")
+    host = name.strip("[]")
     try:
-        family, kind, _, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+        family, kind, _, _, place = socket.getaddrinfo(host, int(port), type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:
             probe.connect(place)  # sends nothing: it is a datagram socket
             return str(probe.getsockname()[0])

@@ -85,11 +85,9 @@ class Keeper:
         "end",
     )
 
-    def __init__(
-        self, invitation: Invitation, workers: int = 1, host: str | None = None, gpus: Sequence[int] | None = None
-    ) -> None:
+    def __init__(self, invitation: Invitation, workers: int = 1, host: str | None = None) -> None:
         self._room = workers
-        self._gpus = list(range(torch.cuda.device_count())) if gpus is None else list(gpus)
+        self._gpus = range(torch.cuda.device_count())
         # The place of its first worker on this host, and the number of places on this host.
         self._first, self._places = _places_of_host(os.environ, workers)
         self._given: dict[str, int] = {}  # each worker's place here, from 0 to ``workers - 1``, by its name
@@ -101,8 +99,7 @@ class Keeper:
         self.why = ""
         """The reason for which `run` has returned; empty if the cluster has ended in order."""
         # Find an unusable address now, before the notebook admits this keeper.
-        address, _, port = invitation.address.removeprefix("tcp://").rpartition(":")
-        self.host = host or own_address_towards(address.strip("[]"), int(port))
+        self.host = host or own_address_towards(invitation.address)
         _require_own_address(self.host)
         # For the workers' process groups; empty to let gloo and NCCL choose.
         self._interface = interface_of(self.host) or ""

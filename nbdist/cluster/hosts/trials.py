@@ -51,8 +51,7 @@ class TrialWay:
 
     def __init__(self, invitation: Invitation) -> None:
         """Begin to connect. Raises UsageError if there is no way to the address of ``invitation``."""
-        address, _, port = invitation.address.removeprefix("tcp://").rpartition(":")
-        self.own_address = own_address_towards(address.strip("[]"), int(port))  # on the way there
+        self.own_address = own_address_towards(invitation.address)
         self._token = invitation.token
         self._visit = Visit(invitation.address, invitation.key.encode())
 

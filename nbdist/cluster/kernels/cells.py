@@ -161,7 +161,8 @@ class Cell:
 
         It runs once: when it is called, or when nobody has this handle any more. The router has the last 2,000.
         """
-        self._part_ended: Callable[[Cell, str], None] = lambda cell, worker: None
+        self.at_part_end: Callable[[Cell, str], None] = lambda cell, worker: None
+        """Called when the cell has ended on a worker, in the kernel thread."""
         self.before_end: Callable[[Cell, Callable[[], None]], None] = lambda cell, end: end()
         """Called when the last worker has ended the cell; it calls ``end`` once, at once or later."""
         self.why_late: Callable[[], Sequence[str]] = tuple
@@ -403,10 +404,6 @@ class Cell:
 
     # -- events, in the kernel thread ---------------------------------------------------------
 
-    def when_part_ends(self, action: Callable[[Cell, str], None]) -> None:
-        """Set the one callback ``action(cell, worker)``, which the kernel thread calls when a worker's part ends."""
-        self._part_ended = action
-
     def on_output(self, worker: str, message: Message) -> None:
         """Handle a message of a worker's output channel that belongs to this cell."""
         kind, content = message["msg_type"], message["content"]
@@ -513,7 +510,7 @@ class Cell:
     def _end_part(self, part: CellPart) -> None:
         """End the cell on a worker; end the whole cell if this was its last worker. Once for each worker."""
         part.done = True
-        self._part_ended(self, part.worker)
+        self.at_part_end(self, part.worker)
         try:
             self._show_held(part)
             self._remember(part, self._outlet.ended(part.worker))

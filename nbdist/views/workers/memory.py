@@ -61,7 +61,8 @@ class MemoryTable:
         }
         head = ["worker", "memory", _SINCE if self._last is not None else ""]
         head += [*parts.values(), "shared memory" if any(each.shared for each in self._splits) else ""]
-        head += ["not accounted for", "GPU" if self._has_gpus() else ""]
+        has_gpus = any(memory.gpu_taken for memory in self._workers) or any(each.gpu for each in self._splits)
+        head += ["not accounted for", "GPU" if has_gpus else ""]
         rows = []
         for memory, each in zip(self._workers, self._splits, strict=True):
             known = [_bytes(each.total), self._growth_text(memory, each.total)]
@@ -70,9 +71,6 @@ class MemoryTable:
             rows.append([memory.name, *known])
         used = [number for number, name in enumerate(head) if name]
         return [head[number] for number in used], [[row[number] for number in used] for row in rows]
-
-    def _has_gpus(self) -> bool:
-        return any(memory.gpu_taken for memory in self._workers) or any(each.gpu for each in self._splits)
 
     def _growth_text(self, memory: WorkerMemory, total: int | None) -> str:
         """Return as text by how many bytes a worker has grown to ``total`` since the last report, if that is known."""
