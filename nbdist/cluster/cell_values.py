@@ -11,6 +11,7 @@ import torch
 from nbdist.cluster.cell_sender import CellSender, forget_values
 from nbdist.cluster.errors import named_in_errors
 from nbdist.cluster.kernels.cells import Cell, CellPart
+from nbdist.cluster.kernels.workers import require_alive
 from nbdist.cluster.targets import means_one
 from nbdist.cluster.team import Targets, Team
 from nbdist.cluster.worker.output import take_last_value
@@ -68,7 +69,7 @@ class CellValues:
     def push(self, variables: Mapping[str, Any], targets: Targets = None) -> None:
         """Set variables on workers, after the cells that they were sent before; return when that is done."""
         workers = self._team.select(targets)
-        self._team.require_alive(workers)
+        require_alive(workers)
         names, ranks, token = [each.name for each in workers], [each.rank for each in workers], os.urandom(8).hex()
         code = f"__import__('nbdist.rpc.api', fromlist=['_']).current_agent().named.find('pushed').place({token!r})"
         self._sender.execute("pass", ranks, quiet=True)  # waits with a line that says for whom, as calls do not

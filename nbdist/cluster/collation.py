@@ -25,7 +25,7 @@ from nbdist.cluster.kernels.cells import Cell
 from nbdist.cluster.kernels.crash_reports import share_expected
 from nbdist.cluster.kernels.workers import Worker
 from nbdist.cluster.lifecycle import Lifecycle
-from nbdist.cluster.output.arranger import Published
+from nbdist.cluster.output.arranger import stream_text
 from nbdist.cluster.partings import Parting, find_odd_ones, find_partings, say_last
 from nbdist.cluster.processes.probe import ANSWER_WITHIN, Probe
 from nbdist.cluster.worker import flight_recorder
@@ -161,7 +161,7 @@ class Collation:
 
 
 def _print(cell: Cell, line: str) -> None:
-    cell.sink.page.publish(Published("stream", {"name": "stderr", "text": f"{line}\n"}))
+    cell.sink.page.publish(stream_text("stderr", f"{line}\n"))
 
 
 def _told(asked: Mapping[str, Future[Sequence[GroupHistory]]]) -> dict[str, Sequence[GroupHistory]]:

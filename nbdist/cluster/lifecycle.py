@@ -28,7 +28,7 @@ from typing import Any
 
 from nbdist.channel.resources import full_disk_in_words
 from nbdist.cluster.jupyter.kernel_connection import KernelThread, Message
-from nbdist.cluster.kernels.workers import StartError, Worker, first_error, lost_error
+from nbdist.cluster.kernels.workers import StartError, Worker, first_error, require_alive
 from nbdist.cluster.processes.generations import Generations
 from nbdist.cluster.processes.launchers.contract import GIVEN_UP, Launcher, StartedWorker
 from nbdist.cluster.processes.setup import WorkerSetup
@@ -379,7 +379,7 @@ class Lifecycle:
         """
         if not self.has_group:
             return self._tell_size()
-        self._raise_if_any_is_dead()
+        require_alive(self._workers)
         generation = self.generations.begin()
         self._told_size = size = len(self._workers)
         self._group_is_due = False  # last: what fails before is tried again after the next cell
@@ -416,13 +416,8 @@ class Lifecycle:
 
     def enter_group(self, name: str) -> int:
         """Return the number of the process group that worker ``name`` forms in a cell: see `Generations.enter`."""
-        self._raise_if_any_is_dead()  # the others would wait for it
+        require_alive(self._workers)  # the others would wait for it
         return self.generations.enter(name, [worker.name for worker in self._workers])
-
-    def _raise_if_any_is_dead(self) -> None:
-        for worker in self._workers:
-            if not worker.alive:
-                raise lost_error(worker)
 
     def _tell_size(self) -> Coroutine[Any, Any, None]:
         """Tell all living workers how many there are; return a coroutine that sends it."""

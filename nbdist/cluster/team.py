@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from nbdist.cluster.kernels.workers import Worker, lost_error
+from nbdist.cluster.kernels.workers import Worker
 from nbdist.cluster.spec import Spec
 from nbdist.cluster.targets import parse_targets
 from nbdist.errors import UnknownWorker
@@ -53,9 +53,3 @@ class Team:
         """Return the worker whose present agent has this record; None if there is none, as after a restart."""
         found = (worker for worker in self.workers if worker.name == record.name)
         return next((worker for worker in found if worker.incarnation in (None, record.incarnation)), None)
-
-    def require_alive(self, workers: Sequence[Worker]) -> None:
-        """Raise WorkerLost if one of these workers is dead."""
-        for worker in workers:
-            if not worker.alive:
-                raise lost_error(worker)

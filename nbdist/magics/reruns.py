@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from nbdist.cluster.kernels.cells import Cell
-from nbdist.cluster.output.arranger import Published, say_names
+from nbdist.cluster.output.arranger import say_names, stream_text
 
 
 class Reruns:
@@ -37,7 +37,7 @@ class Reruns:
             running = {name: None for run in earlier for name in run.running}  # each name once, in order
             if running and cell.sink.interactive:
                 text = _line_about(list(running), cell)
-                cell.sink.page.publish(Published("stream", {"name": "stderr", "text": text}))
+                cell.sink.page.publish(stream_text("stderr", text))
         earlier.append(cell)
 
 

@@ -18,7 +18,7 @@ from nbdist.cluster.cluster import Cluster
 from nbdist.cluster.executor import WorkerExecutor
 from nbdist.cluster.jupyter import jupyter_wire
 from nbdist.cluster.jupyter.kernel_connection import Kernel
-from nbdist.cluster.kernels.workers import Worker, lost_error
+from nbdist.cluster.kernels.workers import Worker, require_alive
 from nbdist.cluster.launching import launcher_of
 from nbdist.cluster.processes import run_directory
 from nbdist.cluster.processes.group_store import Folders, FolderStore
@@ -139,8 +139,9 @@ def test_a_worker_that_cannot_start(now, error, text):
 def test_a_worker_that_is_lost():
     lost = Worker("worker1", 1, 1, "cpu", None)
     lost.lose("was killed by SIGKILL")
-    error = lost_error(lost)
-    assert str(error) == "worker1 was killed by SIGKILL\n`%dist_restart worker1` starts it again"
+    with pytest.raises(WorkerLost) as raised:
+        require_alive([lost])
+    assert str(raised.value) == "worker1 was killed by SIGKILL\n`%dist_restart worker1` starts it again"
 
 
 def test_a_store_of_an_earlier_group(tmp_path):

@@ -35,7 +35,7 @@ from nbdist.cluster.jupyter.kernel_connection import KernelThread, Message
 from nbdist.cluster.jupyter.page_lines import moved_down
 from nbdist.cluster.kernels.notices import say_failed, say_stopped
 from nbdist.cluster.kernels.output_widgets import own_request
-from nbdist.cluster.output.arranger import LEFT_OUT, Arranger, Published, say_left_out, say_names
+from nbdist.cluster.output.arranger import LEFT_OUT, Arranger, Published, say_left_out, say_names, stream_text
 from nbdist.cluster.output.outlet import Outlet
 from nbdist.cluster.output.sinks import Sink
 
@@ -535,7 +535,7 @@ class Cell:
         if errors:
             ends = self.sink.stop_says if self._foreground else "its cancel() ends"
             text = say_failed(errors, self.running, ends)
-            self.sink.page.publish(Published("stream", {"name": "stderr", "text": text}))
+            self.sink.page.publish(stream_text("stderr", text))
 
     def _tell_end(self) -> None:
         """Mark the cell as done, wake the waiting threads, and call the callbacks of `when_done`. Called once."""

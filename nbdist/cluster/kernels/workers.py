@@ -260,6 +260,8 @@ async def first_error(work: list[asyncio.Task[None]]) -> None:
         raise
 
 
-def lost_error(worker: Worker) -> WorkerLost:
-    """Return the WorkerLost to raise for a worker that is lost; it says how to restart the worker."""
-    return WorkerLost(f"{worker.name} {worker.say_lost()}")
+def require_alive(workers: Sequence[Worker]) -> None:
+    """Raise WorkerLost, which says how to restart the worker, if one of these is dead."""
+    for worker in workers:
+        if not worker.alive:
+            raise WorkerLost(f"{worker.name} {worker.say_lost()}")

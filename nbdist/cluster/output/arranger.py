@@ -44,6 +44,11 @@ class Published(NamedTuple):
     buffers: Sequence[Any] = ()
 
 
+def stream_text(stream: str, text: str) -> Published:
+    """Return the message that shows a text as printed to ``stream``: "stdout" or "stderr"."""
+    return Published("stream", {"name": stream, "text": text})
+
+
 class Arranger:
     """Takes messages of workers, and returns the messages to show. ``now`` is in seconds, of any one clock.
 
@@ -91,7 +96,7 @@ def say_left_out(message: Published, workers: Sequence[str], label: str = "") ->
     """
     lines, cell = message.content["lines"], message.content["cell"]
     text = f"{counted(lines, 'line')} left out: `%dist_log {say_names(workers)} --cell {cell}`"
-    return Published("stream", {"name": "stdout", "text": f"{label}{text}\n"})
+    return stream_text("stdout", f"{label}{text}\n")
 
 
 def say_names(names: Sequence[str]) -> str:

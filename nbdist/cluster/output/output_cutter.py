@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Container
 
-from nbdist.cluster.output.arranger import LEFT_OUT, OUTPUT, Published
+from nbdist.cluster.output.arranger import LEFT_OUT, OUTPUT, Published, stream_text
 from nbdist.cluster.output.pieces import merged
 from nbdist.cluster.output.terminal import as_seen
 
@@ -61,7 +61,7 @@ class OutputCutter:
             return [*self.release(), message]
         elif kind == "stream" and content["name"] in self._streams:
             text = "\n".join(map(_cut_line, content["text"].split("\n")))
-            return self._take_text(_text(content["name"], text), content["name"], text)
+            return self._take_text(stream_text(content["name"], text), content["name"], text)
         return [message]
 
     def _take_text(self, message: Published, stream: str, text: str) -> list[Published]:
@@ -83,13 +83,13 @@ class OutputCutter:
                 self._open[stream] = False
             else:
                 self.left_out += len(self._held) == LINES_KEPT  # the deque drops its oldest line now
-                self._held.append(_text(stream, f"{line}\n"))
+                self._held.append(stream_text(stream, f"{line}\n"))
         if rest and (
             self._shown < LINES_KEPT or self._open[stream] or "\r" in rest
         ):  # a progress bar, or more of a line that is shown already
             shown, rest, self._open[stream] = shown + rest, "", True
         self._begun[stream] = rest
-        return [_text(stream, shown)] if shown else []
+        return [stream_text(stream, shown)] if shown else []
 
     def release(self) -> list[Published]:
         """Return the held lines, below one that says how many were left out.
@@ -99,9 +99,9 @@ class OutputCutter:
         """
         said = [Published(LEFT_OUT, {"lines": self.left_out, "cell": self._cell})] if self.left_out else []
         if self.left_out and self._coloured:
-            said.append(_text("stdout", "\x1b[0m"))  # the end of a colour may be among the lines left out
+            said.append(stream_text("stdout", "\x1b[0m"))  # the end of a colour may be among the lines left out
         held = merged(self._held)
-        held += [_text(stream, text) for stream, text in self._begun.items() if text]
+        held += [stream_text(stream, text) for stream, text in self._begun.items() if text]
         for stream, text in self._begun.items():
             self._open[stream] = bool(text) or self._open[stream]
         self._held.clear()
@@ -121,7 +121,3 @@ def _cut_line(line: str) -> str:
     if len(line) <= 2 * _LINE_KEPT or "\r" in line:
         return line
     return f"{line[:_LINE_KEPT]} ... {len(line) - 2 * _LINE_KEPT:,} characters left out ... {line[-_LINE_KEPT:]}"
-
-
-def _text(stream: str, text: str) -> Published:
-    return Published("stream", {"name": stream, "text": text})

@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from nbdist.cluster.output.arranger import LEFT_OUT, Published, label_of, say_left_out
+from nbdist.cluster.output.arranger import LEFT_OUT, Published, label_of, say_left_out, stream_text
 
 _GENERATED_ID = re.compile(r"[0-9a-f]{32}")  # a display id that IPython has generated, and that no other worker has
 
@@ -35,13 +35,9 @@ class OutputItem:
         if self.message is not None and self.message.kind == LEFT_OUT:
             return [say_left_out(self.message, self.workers, f"{label} ")]
         if self.message is not None:
-            return [_text("stdout", f"{label}\n"), self.message]
+            return [stream_text("stdout", f"{label}\n"), self.message]
         lines = self.text[:-1].split("\n")
-        return [_text(self.stream, "".join(f"{label} {line}\n" if line else f"{label}\n" for line in lines))]
-
-
-def _text(stream: str, text: str) -> Published:
-    return Published("stream", {"name": stream, "text": text})
+        return [stream_text(self.stream, "".join(f"{label} {line}\n" if line else f"{label}\n" for line in lines))]
 
 
 # -- displays -----------------------------------------------------------------------------------
@@ -73,5 +69,5 @@ def merged(published: Iterable[Published]) -> list[Published]:
     fewer: list[Published] = []
     for stream, group in itertools.groupby(published, lambda m: m.content["name"] if m.kind == "stream" else None):
         run = list(group)
-        fewer += run if stream is None else [_text(stream, "".join(message.content["text"] for message in run))]
+        fewer += run if stream is None else [stream_text(stream, "".join(message.content["text"] for message in run))]
     return fewer

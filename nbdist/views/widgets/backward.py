@@ -8,10 +8,9 @@ from typing import Any
 import traitlets
 
 from nbdist.autograd.graph.events import Key
-from nbdist.errors import UsageError
 from nbdist.views.passes import page
 from nbdist.views.passes.watching import Watcher
-from nbdist.views.widgets.view import View, identity, script, style
+from nbdist.views.widgets.view import View, identity, script, style, unknown_button
 
 _MODULES = (
     "amounts.js",
@@ -84,9 +83,7 @@ class BackwardView(View):
                     watcher.step(1)
                 time.sleep(_SLOW)
         else:
-            raise UsageError(
-                f"there is no button {what!r}: the page is of another version of nbdist; run the cell again"
-            )
+            raise unknown_button(what)
         self.changed()
 
 

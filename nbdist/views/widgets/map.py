@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from nbdist.errors import UsageError
 from nbdist.views.map import snapshot_of
-from nbdist.views.widgets.view import View, identity, queuing, script, style
+from nbdist.views.widgets.view import View, identity, queuing, script, style, unknown_button
 
 if TYPE_CHECKING:
     from nbdist.swarm.swarm import Swarm  # which needs transformers
@@ -73,9 +73,7 @@ class MapView(View):
         if swarm is None or swarm.ended:
             raise UsageError("this swarm is over: it has no workers that could be killed")
         if what != "kill":
-            raise UsageError(
-                f"there is no button {what!r}: the page is of another version of nbdist; run the cell again"
-            )
+            raise unknown_button(what)
         if not any(server["name"] == worker for server in swarm.snapshot()["servers"]):
             raise UsageError(f"there is no {worker!r}: the swarm has no server of that name; run the cell again")
         swarm.kill(str(worker))

@@ -8,7 +8,7 @@ import weakref
 from typing import Any
 
 from nbdist.errors import UsageError
-from nbdist.views.widgets.view import View, identity, script, style
+from nbdist.views.widgets.view import View, identity, script, style, unknown_button
 from nbdist.views.workers.panel import Panel
 
 _SAMPLE_SECONDS = 1.0  # between two samples
@@ -51,9 +51,7 @@ class PanelView(View):
         elif what == "stacks":
             self._panel.show_stacks(worker)
         else:
-            raise UsageError(
-                f"there is no button {what!r}: the page is of another version of nbdist; run the cell again"
-            )
+            raise unknown_button(what)
         self._panel.sample()
         self.changed()
 

@@ -33,6 +33,7 @@ import traitlets
 
 from nbdist.cluster.jupyter.versions import handle_where_sent
 from nbdist.cluster.output.sinks import Sink
+from nbdist.errors import UsageError
 from nbdist.views.shown import Bundle, Shown
 
 # A token bucket for snapshots: `_STEADY` a second, and after a pause `_BURST` at once. So there are ten a second at
@@ -185,6 +186,11 @@ class View(anywidget.AnyWidget):
         if "press" not in message:  # it asks whether messages arrive: each page sends it first
             return
         threading.Thread(target=_press, args=(self, message), name="pressed", daemon=True).start()
+
+
+def unknown_button(what: object) -> UsageError:
+    """Return the error to raise in `View.press` for a button that the view does not have."""
+    return UsageError(f"there is no button {what!r}: the page is of another version of nbdist; run the cell again")
 
 
 def queuing(view: View) -> Callable[..., None]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import Callable
 
-from nbdist.cluster.output.arranger import Published
+from nbdist.cluster.output.arranger import Published, stream_text
 from nbdist.cluster.output.sinks import PlainSink, Sink, current_sink
 from nbdist.trace import Steps
 
@@ -18,7 +18,7 @@ def lines_below() -> Callable[[str], None]:
     sink = current_sink()
 
     def show(line: str) -> None:
-        sink.publish(Published("stream", {"name": "stdout", "text": f"{line}\n"}))
+        sink.publish(stream_text("stdout", f"{line}\n"))
 
     return show
 
