@@ -72,7 +72,7 @@ class Lookout:
         collation: Collation,
         after: float,
     ) -> None:
-        self._thread, self._agent, self._probe, self._cell, self._after = thread, agent, probe, cell, after
+        self._loop, self._agent, self._probe, self._cell, self._after = thread.loop, agent, probe, cell, after
         self._team, self._collation = team, collation
         self._stopped: dict[str, float] = {}  # those that a signal has stopped, and when this was seen first
         self._stands = Stands(after)
@@ -86,10 +86,7 @@ class Lookout:
         for part in self._cell.parts.values():
             self._team.find(part.worker).sightings.clear()
         self._cell.when_done(lambda: self._line.show(""))
-        self._call_later(self._look, min(_FIRST_LOOK, self._after))
-
-    def _call_later(self, action: Any, seconds: float, *arguments: Any) -> None:
-        self._thread.loop.call_later(seconds, action, *arguments)
+        self._loop.call_later(min(_FIRST_LOOK, self._after), self._look)
 
     def _look(self) -> None:
         """Ask the workers where they are (`place`), if the cell has had no output since about the last look."""
@@ -103,7 +100,8 @@ class Lookout:
                     at = self._agent.at(part.worker, "collectives")
                     asked[part.worker] = at.call("place", timeout=_ANSWER_WITHIN)
             self._probes |= {worker: self._probe(worker) for worker in self._stands.unplaced(now) if worker in asked}
-        self._call_later(self._judge, _ANSWER_WITHIN, asked)  # this thread must not wait: late answers count as none
+        # This thread must not wait: late answers count as none.
+        self._loop.call_later(_ANSWER_WITHIN, self._judge, asked)
 
     def _judge(self, asked: Mapping[str, Any]) -> None:
         """Take the answers that have arrived, and plan the line: after another question, if one is in a collective."""
@@ -134,7 +132,7 @@ class Lookout:
             if answer.done() and (frames := answer.result().frames):
                 self._stands.told(worker, _place_of(read_frames(frames)))
         told = self._collation.ask() if in_collective else {}
-        self._call_later(self._show, _ANSWER_WITHIN if told else 0, held, told)
+        self._loop.call_later(_ANSWER_WITHIN if told else 0, self._show, held, told)
 
     def _show(self, held: Mapping[str, str], told: Mapping[str, Any]) -> None:
         """Show, change or remove the line, and plan the next look."""
@@ -152,7 +150,8 @@ class Lookout:
         if partings and not any(each.absent for each in partings):
             stands = ""  # the text about the collective says where they are
         self._line.show(": ".join(filter(None, [said, stands])) + (self._say_elsewhere(partings) if stands else ""))
-        self._call_later(self._look, max(0.1, min(_LOOK_EVERY, self._after) - (2 if told else 1) * _ANSWER_WITHIN))
+        pause = max(0.1, min(_LOOK_EVERY, self._after) - (2 if told else 1) * _ANSWER_WITHIN)
+        self._loop.call_later(pause, self._look)
 
     def _say_elsewhere(self, partings: Sequence[Parting]) -> str:
         """Return the clause about the workers that are missing from a collective, and were not sent this cell."""

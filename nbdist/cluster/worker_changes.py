@@ -131,11 +131,11 @@ class WorkerChanges:
 
     def invite(self, file: str, *, uses: int, expires: float) -> None:
         """Write another invitation."""
-        self._launcher().invite(Path(file).expanduser(), expires, uses)
+        self._launcher().hub.invite(expires, uses).write(Path(file).expanduser())
 
     def revoke_invitations(self) -> int:
         """Make all invitations invalid; return how many were valid."""
-        return self._launcher().revoke()
+        return self._launcher().hub.revoke()
 
     def wait_for_workers(self, count: int, seconds: float) -> None:
         """Wait until the cluster has at least ``count`` workers, dead ones included."""

@@ -111,7 +111,7 @@ def test_a_keeper_that_dies_while_it_starts_a_worker_leaves_it_to_another(keeper
         until(lambda: hasattr(cluster, "lifecycle"))
         launcher = cluster.lifecycle.launcher
         file = keepers.folder / "two.json"
-        launcher.invite(file, 60, 2)
+        launcher.hub.invite(60, 2).write(file)
         keepers.start(file=file)
         keepers.start(file=file)
         until(lambda: len(launcher.hub.members) == 2 and launcher.placed)

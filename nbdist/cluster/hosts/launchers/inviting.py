@@ -15,7 +15,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nbdist.cluster.hosts.hub import KeeperMember
@@ -37,16 +36,6 @@ class InvitingLauncher(RemoteLauncher):
         self._ranks: dict[str, int] = {}  # of each worker that was ever started or waited for a keeper, by its name
         self._joining: set[str] = set()  # new workers that are starting, and do not belong to the running cluster yet
         super().__init__(spec, on_end)
-
-    # -- invitations --------------------------------------------------------------------------
-
-    def invite(self, file: Path, seconds: float, uses: int) -> None:
-        """Write an invitation for ``uses`` workers, valid for ``seconds``, to ``file``. UsageError if that fails."""
-        self.hub.invite(seconds, uses).write(file)
-
-    def revoke(self) -> int:
-        """Make all invitations invalid; return how many were valid."""
-        return self.hub.revoke()
 
     # -- growing ------------------------------------------------------------------------------
 

@@ -66,10 +66,9 @@ class OpenLocalLauncher(InvitingLauncher):
         with contextlib.suppress(OSError), own.stdin:  # the keeper has ended already
             own.stdin.write(msgspec.json.encode(invitation))
         self._own[invitation.token] = own
-        watch = threading.Thread(
+        threading.Thread(
             target=self._watch, args=(invitation.token, own, said), name="nbdist-own-keeper", daemon=True
-        )
-        watch.start()
+        ).start()
 
     def _watch(self, token: str, own: subprocess.Popen[bytes], said: Path) -> None:
         """Wait until a keeper's process has ended. If the keeper never joined, fail the starts that wait for it."""
