@@ -130,6 +130,9 @@ def test_fast_says_at_once_what_is_not_used(world, program):
         assert 'mode="smart"' in said
         assert "worker0 sent to worker1" in said or "worker1 sent to worker0" in said
         assert not dist_autograd.get_gradients(context_id), "a pass that failed leaves nothing"
+        if program is never_fetched:
+            with pytest.raises(RuntimeError, match="a second time"):  # as the message says
+                dist_autograd.backward(context_id, [loss])
         if program in (local_loss, result_none, result_index, result_detached, unused_call):
             dist_autograd.backward(context_id, [program(x)])  # the next pass works
             assert torch.equal(dist_autograd.get_gradients(context_id)[x], tensor(2.0, 2.0))

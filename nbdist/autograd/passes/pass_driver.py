@@ -91,8 +91,9 @@ plan_from: Callable[[Context, Sequence[tuple[Node, int]], Mode], Plan] | None = 
 class UnusedOutputs(UsageError):
     """Raised by a FAST pass if a tensor that was sent in its context does not contribute to the roots.
 
-    The message names the workers and the function of each tensor that nothing uses. With ``mode="smart"`` the pass
-    succeeds.
+    The message names the workers and the function of each tensor that nothing uses. The pass adds nothing to the
+    context's gradients. Run the forward pass again, and then `backward` with ``mode="smart"``: a pass on the same graph
+    may raise RuntimeError, because the failed one has freed tensors of it, unless it had ``retain_graph=True``.
 
     Example:
         >>> w = torch.ones(2, requires_grad=True)
@@ -105,7 +106,7 @@ class UnusedOutputs(UsageError):
         ...         print(error)
         this backward pass ran in FAST mode, ... These got no gradient:
           what worker1 sent to worker0 (add)
-        Use mode="smart".
+        Use mode="smart". First run the forward pass again, unless retain_graph has kept the graph.
     """
 
 
@@ -589,7 +590,8 @@ class Passes:
             run,
             UnusedOutputs(
                 "this backward pass ran in FAST mode, which needs every tensor that was sent in the context to "
-                f'contribute to the roots. These got no gradient:\n{"".join(lines)}Use mode="smart".'
+                f'contribute to the roots. These got no gradient:\n{"".join(lines)}Use mode="smart". First run the '
+                "forward pass again, unless retain_graph has kept the graph."
             ),
         )
 
