@@ -263,8 +263,7 @@ def _prepare(
     accumulate: bool = False,
 ) -> tuple[Recorder, Context, list[torch.Tensor], list[torch.Tensor], dict[str, bool]]:
     """Check the arguments of `backward`; return the recorder, and the arguments and options of its method `begin`."""
-    if mode not in ("smart", "fast"):
-        raise UsageError(f"mode must be 'smart' or 'fast', not {mode!r}")
+    check_mode(mode)
     tensors, gradients = _check_roots(roots, grad_tensors)
     here = recorder()
     options = {"smart": mode == "smart", "retain_graph": retain_graph, "accumulate": accumulate}
@@ -276,10 +275,14 @@ for _function in (backward, backward_async):
     setattr(_function, "__signature__", _signature)  # noqa: B010 - what Shift-Tab shows; mypy knows no such attribute
 
 
-def _check_roots(
-    roots: Any, grad_tensors: torch.Tensor | Sequence[torch.Tensor | None] | None
-) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Return the roots as a list, and a gradient for each: the given one, or ones for a root of one element."""
+def check_mode(mode: str) -> None:
+    """Raise UsageError unless ``mode`` is one of the modes of a pass."""
+    if mode not in ("smart", "fast"):
+        raise UsageError(f"mode must be 'smart' or 'fast', not {mode!r}")
+
+
+def check_tensors(roots: Any) -> list[torch.Tensor]:
+    """Return the roots of a pass as a list, which is not empty; raises UsageError or TypeError for anything else."""
     # The messages have torch's words for the same mistakes, which its own tests of autograd match, and programs may.
     if isinstance(roots, torch.Tensor):
         roots = [roots]
@@ -291,6 +294,14 @@ def _check_roots(
         )
     if not roots:
         raise UsageError("No tensors provided for gradient computation.")
+    return list(roots)
+
+
+def _check_roots(
+    roots: Any, grad_tensors: torch.Tensor | Sequence[torch.Tensor | None] | None
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Return the roots as a list, and a gradient for each: the given one, or ones for a root of one element."""
+    roots = check_tensors(roots)
     given = [grad_tensors] if isinstance(grad_tensors, torch.Tensor) else list(grad_tensors or [None] * len(roots))
     if len(given) != len(roots):
         raise UsageError(
@@ -317,7 +328,7 @@ def _check_roots(
             raise UsageError(
                 f"root {number} is a leaf: it does not have a valid gradient function. Give a tensor computed from it"
             )
-    return list(roots), gradients
+    return roots, gradients
 
 
 def get_gradients(context_id: int | None = None) -> dict[torch.Tensor, torch.Tensor]:

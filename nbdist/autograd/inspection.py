@@ -45,8 +45,8 @@ def plan(context_id: int | None, roots: torch.Tensor | Sequence[torch.Tensor], m
         >>> planned.workers, len(planned.edges), len(planned.unused)
         (['worker0', 'worker1'], 2, 2)
     """
-    tensors = [roots] if isinstance(roots, torch.Tensor) else list(roots)
-    edges = [torch.autograd.graph.get_gradient_edge(tensor) for tensor in tensors]
+    api.check_mode(mode)
+    edges = [torch.autograd.graph.get_gradient_edge(tensor) for tensor in api.check_tensors(roots)]
     context = api.recorder().contexts.get(api.current_id() if context_id is None else int(context_id))
     return plan_from(context, [(edge.node, edge.output_nr) for edge in edges], mode)
 

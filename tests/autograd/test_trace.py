@@ -7,8 +7,8 @@ import xml.etree.ElementTree as ET
 import pytest
 import torch
 
+from nbdist import UsageError, rpc
 from nbdist import autograd as dist_autograd
-from nbdist import rpc
 from nbdist.autograd.graph.origins import NodeOrigin, origin_of
 from nbdist.autograd.graph.traces import Trace
 from nbdist.testing import World
@@ -128,6 +128,19 @@ def test_a_plan_says_what_would_run_and_what_would_not(world):
         context_id.backward(loss)
         assert torch.equal(context_id.gradients()[x], torch.full((2,), 8.0))
     assert unused.requires_grad
+
+
+def test_what_one_cannot_plan(world):
+    loss = torch.ones(2, requires_grad=True).sum()
+    with dist_autograd.context() as context_id:
+        with pytest.raises(UsageError, match="mode must be 'smart' or 'fast', not 'bad'"):
+            dist_autograd.plan(context_id, loss, mode="bad")
+        with pytest.raises(UsageError, match="No tensors"):
+            dist_autograd.plan(context_id, [])
+        with pytest.raises(TypeError, match="roots must be tensors"):
+            dist_autograd.plan(context_id, "loss")
+        with pytest.raises(RuntimeError, match="gradient edge"):
+            dist_autograd.plan(context_id, torch.ones(1))
 
 
 def test_a_plan_shows_itself(world):
