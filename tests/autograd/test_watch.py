@@ -438,9 +438,12 @@ def test_a_watch_is_the_only_one(world):
         context_id.watch()
 
 
-def test_what_one_cannot_run_to(world):
+@pytest.mark.parametrize(
+    "until", ["sunset", "node", 5, ("worker1",), ("worker1", 5, 6), (5, "worker1"), ("worker1", "5"), ["worker1", 5]]
+)
+def test_what_one_cannot_run_to(world, until):
     with dist_autograd.context() as context_id, pytest.raises(UsageError, match="until must be"):
-        context_id.watch().run(until="sunset")
+        context_id.watch().run(until=until)
 
 
 # --- time -----------------------------------------------------------------------------------------

@@ -195,9 +195,14 @@ class Watch:
         if until is None:
             self._steer()
             return None
-        how, worker, node = ("node", *until) if isinstance(until, tuple) else (until, "", -1)
-        if how not in ("nan", "message", "node"):
-            raise UsageError(f'until must be "nan", "message", or a node such as ("worker1", 5), not {until!r}')
+        how: str
+        match until:
+            case "nan" | "message":
+                how, worker, node = until, "", -1
+            case (str(worker), int(node)) if isinstance(until, tuple):
+                how = "node"
+            case _:
+                raise UsageError(f'until must be "nan", "message", or a node such as ("worker1", 5), not {until!r}')
         with blocking_wait(), self._changed:
             self._reached = None
             self._steer(until=how, worker=worker, node=node)
