@@ -67,6 +67,9 @@ def test_a_manual_clock_moves_when_it_is_told():
     assert clock.advance(2.5) == clock.now() == 12.5
     with pytest.raises(UsageError):
         clock.advance(-1)
+    with pytest.raises(UsageError):
+        clock.advance(float("nan"))
+    assert clock.now() == 12.5
 
 
 # --- worlds ---------------------------------------------------------------------------------------
@@ -183,6 +186,8 @@ def test_a_world_that_cannot_be_is_refused():
         World(2, channel="carrier pigeon")
     with World(1) as world, pytest.raises(UsageError):
         world.add()
+    with World(1, dynamic=True) as world, pytest.raises(UsageError, match="must match"):
+        world.add("two words")
     with World(2, dynamic=True) as world, world[0].activate(), pytest.raises(UnknownWorker):
         rpc.rpc_sync("worker9", my_name)
 

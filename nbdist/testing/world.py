@@ -20,6 +20,7 @@ from nbdist.channel.zeromq import ZeroMqChannel, host_identity
 from nbdist.errors import UsageError
 from nbdist.ids import new_incarnation
 from nbdist.rpc.agent import Agent
+from nbdist.rpc.core.members import WorkerInfo
 from nbdist.rpc.options import RpcBackendOptions
 from nbdist.wire.messages import Record
 
@@ -47,7 +48,7 @@ class ManualClock:
 
     def advance(self, seconds: float) -> float:
         """Move the clock forward by ``seconds``, and return its new time. Raises UsageError for a negative number."""
-        if seconds < 0:
+        if not seconds >= 0:  # NaN, too
             raise UsageError(f"a clock cannot be moved back: advance() was given {seconds:g} s")
         self._now += seconds
         return self._now
@@ -179,7 +180,8 @@ class World:
             raise UsageError("no agent can be added to a fixed world; make a dynamic one: World(..., dynamic=True)")
         number = len(self.agents) if id is None else id
         present = [agent.me for agent in self.agents if not agent.closed]
-        agent = self._make(name or f"worker{number}", number, None)
+        name = WorkerInfo(name or f"worker{number}", number).name  # raises UsageError for a bad name
+        agent = self._make(name, number, None)
         try:
             agent.handshake.join_dynamic(present, time.monotonic() + self._timeout)
         except BaseException:  # also Ctrl-C: the agent is not in `agents` yet, where `close` would find it
