@@ -349,7 +349,10 @@ class Watch:
     def prepare_step(self, plan: Plan) -> None:
         """Show a step of a pipeline that is about to begin on this worker: call `on_step` with its ``plan``."""
         if self.on_step is not None:
-            self.on_step(plan)
+            try:
+                self.on_step(plan)
+            except Exception:  # as in `prepare`
+                _log.exception("drawing a step of a pipeline failed; the step begins all the same")
 
     def begin(self, id: PassId, mode: Mode) -> None:
         """Record that the pass ``id``, or a step of a pipeline, begins on this worker in the mode ``mode``."""
