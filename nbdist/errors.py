@@ -67,6 +67,8 @@ class NbdistError(RuntimeError):
 class UsageError(NbdistError):
     """The caller asked for something impossible, such as an option out of range. The text says what is possible.
 
+    It is a RuntimeError, as all errors of nbdist are, and no ValueError.
+
     Example:
         >>> rpc.WorkerInfo("two words", 1)
         Traceback (most recent call last):

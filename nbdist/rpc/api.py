@@ -103,7 +103,8 @@ def init_rpc(
     """Make this process a worker of an RPC world, and return when the world has formed.
 
     There are two kinds of world. With ``world_size`` the world is *fixed*: this function returns when all its workers
-    have met. Without ``world_size`` the world is *dynamic*: workers may join and leave at any time.
+    have met. Without ``world_size`` the world is *dynamic*: workers may join and leave at any time. After an error or
+    Ctrl-C, nothing of this worker runs, and the function may be called again.
 
     On a worker of a notebook's cluster, RPC runs already. A program may still call this function there: it sets the
     time limit of calls and the number of threads, if ``rpc_backend_options`` names them. It raises UsageError for a
@@ -121,7 +122,8 @@ def init_rpc(
     Raises:
         TypeError: ``name`` is not a str, or the options are of another class.
         ValueError: ``init_method`` or the environment lacks a part, such as ``MASTER_ADDR``. The message is torch's.
-        UsageError: RPC runs already in this process, or the name or the rank is not allowed.
+        UsageError: RPC runs already in this process (call `shutdown` first), the name or the rank is not allowed, or a
+            device map names devices or workers that do not exist.
         NotUnique: another living worker has the same name or rank.
         RendezvousError: some workers did not arrive in time (the message names their ranks), or the store cannot be
             used.
@@ -202,8 +204,9 @@ def _give_up(agent: Agent) -> None:
 def shutdown(graceful: bool = True, timeout: float = 0) -> None:
     """End RPC in this process.
 
-    The agent ends even if the wait fails. Afterwards, calls raise NotInitialized, and references raise RRefError or
-    WorkerLost.
+    The agent ends even if the wait fails or Ctrl-C ends it. Afterwards, calls and a second `shutdown` raise
+    NotInitialized, and references raise RRefError or WorkerLost; `init_rpc` may be called again. In a function that
+    another worker has called, a graceful shutdown waits for this function itself: until ``timeout``, or for ever.
 
     On a worker of a notebook's cluster, the agent runs until the cluster ends it. There, ``graceful=True`` waits until
     this worker's calls and the calls to it are answered, and then releases its references to values of other workers;
@@ -220,6 +223,7 @@ def shutdown(graceful: bool = True, timeout: float = 0) -> None:
         NotInitialized: RPC does not run.
         RendezvousError: the wait took longer than ``timeout``. The message names the workers or calls that are missing.
         WorkerLost: a worker was lost while the fixed world ended. The message names it. The world has ended without it.
+        TypeError: ``timeout`` is no number; UsageError if it is NaN. Then RPC has not ended.
 
     Example:
         >>> rpc.shutdown()  # doctest: +SKIP
@@ -278,10 +282,15 @@ def rpc_sync(
         The result. It is a copy, even if the worker is this one.
 
     Raises:
+        NotInitialized: RPC does not run here: before `init_rpc`, after `shutdown`.
         UnknownWorker: the world never had such a worker.
-        WorkerLost: the worker is gone, or dies before it has answered. The message says what happened to it.
+        WorkerLost: the worker, or the owner of a reference in the arguments, is gone; the worker dies before it has
+            answered; or RPC ends here meanwhile. The message says what happened.
         RpcTimeout: the answer did not arrive in time; ``func`` may still run.
         EncodeError: an argument cannot be sent. The message names the argument.
+        RRefError: an argument is a reference that was released, or whose `remote` call got no answer.
+        TypeError: ``func`` is not callable, ``args`` is no tuple or list, or ``timeout`` is no number.
+        UsageError: ``kwargs`` is no dict, ``to`` is of another type, ``timeout`` is NaN, or see above.
         RemoteError: ``func`` raised an error that cannot be rebuilt in this process.
         KeyboardInterrupt: the user pressed Ctrl-C during the wait. In a cluster, ``func`` is interrupted as well.
 
@@ -310,11 +319,13 @@ def rpc_async(
 
     Returns:
         A `Future`. Its ``wait()`` returns the result, or raises what `rpc_sync` would raise while it waits: WorkerLost,
-        RpcTimeout, the error of ``func``.
+        even if the worker is gone already; RpcTimeout, the error of ``func``.
 
     Raises:
+        NotInitialized: RPC does not run here.
         UnknownWorker: the world never had such a worker.
         EncodeError: an argument cannot be sent. The message names the argument.
+        RRefError, TypeError, UsageError: for wrong arguments, as in `rpc_sync`.
 
     Example:
         >>> futures = [rpc.rpc_async(f"worker{n}", max, args=(n, 5)) for n in range(2)]
@@ -337,13 +348,15 @@ def remote(
     long as any worker has a reference to it.
 
     Returns:
-        An `RRef`. It can be used at once: methods that need the value wait until ``func`` has returned. If ``func``
-        raises an error, `RRef.to_here` raises this error.
+        An `RRef`. It can be used at once: methods that need the value wait until ``func`` has returned. `RRef.to_here`
+        raises the error of ``func``, RRefError if the time limit passes first, WorkerLost if the worker dies.
 
     Raises:
+        NotInitialized: RPC does not run here.
         UnknownWorker: the world never had such a worker.
-        WorkerLost: the worker is gone.
+        WorkerLost: the worker is gone already.
         EncodeError: an argument cannot be sent. The message names the argument.
+        RRefError, TypeError, UsageError: for wrong arguments, as in `rpc_sync`.
 
     Example:
         >>> rref = rpc.remote("worker1", torch.ones, args=(2, 2))
@@ -358,9 +371,13 @@ def remote(
 def get_worker_info(worker_name: str | int | WorkerInfo | None = None) -> WorkerInfo:
     """Return the name and the id of the worker ``worker_name``; without this argument, those of this worker.
 
+    Sends no message.
+
     Raises:
+        NotInitialized: RPC does not run here.
         UnknownWorker: the world never had such a worker.
-        WorkerLost: the worker is gone. The message says what happened to it.
+        WorkerLost: the worker is gone, and no other has taken its name. The message says what happened to it.
+        UsageError: ``worker_name`` is no str, int or `WorkerInfo`.
 
     Example:
         >>> rpc.get_worker_info("worker1")

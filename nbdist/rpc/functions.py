@@ -18,7 +18,9 @@ def async_execution(fn: Callable[..., Any]) -> Callable[..., Any]:
     a time, for example to collect the gradients of all trainers in one batch.
 
     With ``@staticmethod`` or ``@classmethod``, write this decorator below them, next to the function. A marked function
-    that returns no Future makes the call fail with UsageError.
+    that returns no Future makes the call fail with UsageError; an error of the function or its future becomes the
+    caller's. Called without RPC, it returns the Future itself. ``fn`` is not checked: a call of a wrapper of something
+    that is not callable fails with TypeError.
 
     Example:
         >>> @rpc.functions.async_execution

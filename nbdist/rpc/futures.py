@@ -61,11 +61,12 @@ def set_carrier(carrier: Callable[[], Surroundings | None] | None) -> None:
 class Future(Promise[T], torch.futures.Future[T]):
     """The outcome of a call, now or later; a `torch.futures.Future` that can be interrupted and awaited.
 
-    `rpc_async` returns one. A program can also make one and complete it itself, with `set_result` or `set_exception`.
+    `rpc_async` returns one. A program can also make one and complete it itself, with `set_result` or `set_exception`;
+    until then, a `wait` without a time limit does not end.
     In an ``async def`` function, ``await future`` waits for it.
 
     Args:
-        devices: as in torch; nbdist finds the devices of a value by itself.
+        devices: as in torch, with torch's errors for a bad one; nbdist finds the devices of a value by itself.
 
     Example:
         >>> future = rpc.rpc_async("worker1", max, args=(1, 2))
@@ -82,8 +83,10 @@ class Future(Promise[T], torch.futures.Future[T]):
     def set_result(self, result: T) -> None:
         """Complete the future with the value ``result``, and call its callbacks.
 
-        Raises RuntimeError if the future is complete already. If a GPU still computes tensors in the value, the streams
-        of the threads that wait for the future wait for the stream that is current here, as in torch.
+        Raises RuntimeError if the future is complete already, by whatever means; its outcome stays. An error of a
+        callback is logged, not raised; one of a `then` callback is the error of that future. If a GPU still computes
+        tensors in the value, the streams of the threads that wait for the future wait for the stream that is current
+        here, as in torch.
 
         Example:
             >>> future = rpc.Future()
@@ -98,9 +101,11 @@ class Future(Promise[T], torch.futures.Future[T]):
     def set_exception(self, result: Any) -> None:
         """Complete the future with an error, which `wait` then raises, and call its callbacks.
 
+        Errors of callbacks are logged, as for `set_result`.
+
         Raises:
-            TypeError: ``result`` is no exception.
-            RuntimeError: the future is complete already.
+            TypeError: ``result`` is no exception; a class of exceptions is none, either.
+            RuntimeError: the future is complete already; its outcome stays.
         """
         if not isinstance(result, BaseException):
             raise TypeError(
@@ -145,7 +150,8 @@ class Future(Promise[T], torch.futures.Future[T]):
         """Return a future of ``callback(self)``, which is called when this future is done.
 
         The callback also runs if this future has failed; ``done.wait()`` then raises the error in it. An error of the
-        callback becomes the error of the new future. The callback runs in a thread of the agent or in the thread that
+        callback, even that it is not callable, becomes the error of the new future; nothing is raised here. The
+        callback runs in a thread of the agent or in the thread that
         settles this future; at once, in the calling thread, if this future is done already. It runs in the autograd
         context in which ``then`` was called.
 

@@ -71,6 +71,8 @@ class RpcBackendOptions:
     Raises:
         UsageError: a value is out of range; the text says which values are allowed.
         TypeError: there is no such option, or a time is no number.
+        RuntimeError: torch does not know a device. Whether this machine has it, and whether ``init_method``, ``secret``
+            and ``host`` can be used, only `init_rpc` says, which reads the options; later changes have no effect.
 
     Example:
         >>> options = rpc.RpcBackendOptions(num_worker_threads=4, rpc_timeout=20)
@@ -142,8 +144,9 @@ class RpcBackendOptions:
     def set_device_map(self, to: str, device_map: Mapping[Device, Device]) -> None:
         """Set the devices of worker ``to`` on which tensors from devices of this worker arrive.
 
-        Adds to earlier maps for this worker. Raises UsageError if two devices here would share one there; the earlier
-        maps stay.
+        Adds to earlier maps for this worker. Call it before `init_rpc`, which checks that workers and devices exist;
+        later, it has no effect. Raises UsageError if two devices here would share one there, RuntimeError if torch does
+        not know a device; the earlier maps stay.
 
         Args:
             to: the name of the worker to which tensors are sent.
@@ -168,7 +171,11 @@ class RpcBackendOptions:
         }
 
     def set_devices(self, devices: Sequence[Device]) -> None:
-        """Set the ``devices`` of this worker that device maps may name, instead of all that torch sees."""
+        """Set the ``devices`` of this worker that device maps may name, instead of all that torch sees.
+
+        Replaces earlier ones; an empty list means all. Raises RuntimeError if torch does not know a device; `init_rpc`
+        raises UsageError for one that this machine lacks. After `init_rpc`, this has no effect.
+        """
         self.devices = [torch.device(device) for device in devices]
 
 

@@ -127,7 +127,8 @@ class Promise(Generic[T]):
     def wait(self, timeout: float | None = None) -> T:
         """Wait for the value and return it, or raise the error with which the call failed.
 
-        Any number of threads may wait, and may wait again. Ctrl-C ends the wait with KeyboardInterrupt.
+        Any number of threads may wait, and may wait again. Ctrl-C ends the wait with KeyboardInterrupt; in a cluster,
+        it also stops the function.
 
         Args:
             timeout: how long to wait, in seconds; None for no limit, 0 for not at all. A wait that times out changes
@@ -135,8 +136,9 @@ class Promise(Generic[T]):
 
         Raises:
             RpcTimeout: the outcome did not come within ``timeout`` seconds, or the time limit of the call has passed.
-            UsageError: ``timeout`` is negative; or a finaliser or a signal's handler waits in a thread that is sending
-                or receiving messages.
+            UsageError: ``timeout`` is negative or NaN; or a finaliser or a signal's handler waits in a thread that is
+                sending or receiving messages.
+            TypeError: ``timeout`` is no number.
 
         Example:
             >>> rpc.rpc_async("worker1", torch.add, args=(torch.ones(2), 1)).wait()

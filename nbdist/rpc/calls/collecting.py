@@ -36,6 +36,9 @@ def collect_all(futures: Iterable[torch.futures.Future[Any]]) -> Future[list[tor
 def wait_all(futures: Iterable[torch.futures.Future[T]], timeout: float | None = None) -> list[T]:
     """Wait for all ``futures`` and return their values, or raise the first error without waiting for the rest.
 
+    Whatever is raised, the other calls go on; only Ctrl-C in a cluster stops the functions that this thread has called.
+    Without futures, this returns an empty list.
+
     Args:
         futures: futures of nbdist, of torch, or both.
         timeout: how long to wait, in seconds; None for no limit.
@@ -43,6 +46,8 @@ def wait_all(futures: Iterable[torch.futures.Future[T]], timeout: float | None =
     Raises:
         RpcTimeout: not all are done after ``timeout`` seconds; the text says how many are missing.
         Exception: the error of the first future that failed.
+        UsageError: ``timeout`` is negative or NaN; or in a finaliser, as in `Future.wait`.
+        TypeError, AttributeError: ``timeout`` is no number, or ``futures`` is no list of futures.
 
     Example:
         >>> rpc.wait_all([rpc.rpc_async("worker1", max, args=(n, 5)) for n in (3, 7)])

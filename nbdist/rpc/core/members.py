@@ -20,7 +20,8 @@ class WorkerInfo:
     """The ``name`` and ``id`` of a worker. torch's programs know the class by this name, too.
 
     Raises UsageError for a name that is empty, too long, or has other characters than letters, digits, ``-``, ``_`` and
-    ``:``.
+    ``:``; TypeError or ValueError for a name that is no str, or an id that is no number. Whether there is such a worker
+    is not checked.
 
     Example:
         >>> rpc.WorkerInfo("worker1", 1)

@@ -11,8 +11,7 @@ The states of a reference, as its repr shows them (`RRef.standing`; `ForkStandin
        │            ├──▶ failed             the function raised an error, which to_here() raises
        │            └──▶ dead               the owner is gone
        ├──▶ dead                            the owner is gone, or no longer has the value
-       └──▶ failed                          the call that makes the value got no answer. If the answer comes late,
-                                            the reference is confirmed
+       └──▶ failed                          the call that makes the value got no answer; a late answer is dropped
 
     on the owner: "owned here"; after the end of RPC: "ended"
 """
@@ -79,14 +78,16 @@ def set_home_finder(finder: Callable[[], Home]) -> None:
 
 
 class RRef(Generic[T]):
-    """A reference to a value on some worker. It keeps the value alive there.
+    """A reference that keeps a value alive on its owner. To use a value that is gone raises RRefError or WorkerLost.
 
     `nbdist.rpc.remote` makes a reference to the result of a call. ``RRef(value)`` makes one to a value of this worker,
     to send to other workers. A reference travels in the arguments and results of calls; ``pickle`` refuses it. The
     owner drops the value when no worker has a reference to it any more.
 
     Methods that need the value raise WorkerLost if the owner is gone. They raise RRefError if this reference was
-    released, if RPC has ended, or if the call that should have made the value got no answer.
+    released, if RPC has ended, or if the call that should have made the value got no answer; and the function's own
+    error if it failed. Methods and properties that describe the reference work at any time and send no message.
+    ``RRef(value)`` raises NotInitialized if RPC does not run here.
 
     Args:
         value: the value to refer to.
@@ -128,7 +129,9 @@ class RRef(Generic[T]):
     def check_alive(self) -> None:
         """Raise the error that is known about this reference, if there is one: RRefError or WorkerLost.
 
-        Sends no message. On the owner, this raises only after `release`.
+        RRefError: the reference was released, RPC has ended here, or the `remote` call got no answer. WorkerLost: the
+        owner is gone, or no longer has the value. An error that the function raised does not count. Sends no message.
+        On the owner, this raises only after `release`.
         """
         if self.hold is None:
             raise RRefError(f"{self!r} cannot be used: release() was called on it. Create the value again")
@@ -153,16 +156,19 @@ class RRef(Generic[T]):
             raise self.lost()
 
     def lost(self) -> WorkerLost:
-        """Return the WorkerLost to raise: the value is lost, because of what happened to its owner."""
+        """Return the WorkerLost to raise: the value is lost, because of what happened to its owner.
+
+        Does not check that: if the owner lives, the text says that it no longer has the value.
+        """
         why = self._home.references.membership.fate(self.owner_incarnation) or "no longer has the value"
         return WorkerLost(
             f"the value of this RRef is lost: its owner {self.owner_name()} {why}. Create the value again"
         )
 
     def keep(self) -> object:
-        """Return an object that keeps the value alive for as long as the caller keeps the object.
+        """Return an object that keeps the value alive for as long as the caller keeps the object, after `release`, too.
 
-        Raises the errors of `check_alive`.
+        Raises the errors of `check_alive`: RRefError or WorkerLost.
         """
         hold = self.hold
         if hold is None:
@@ -173,7 +179,7 @@ class RRef(Generic[T]):
     def is_held_for(self, references: References) -> bool:
         """Return whether this reference belongs to the agent with ``references`` and has not been released.
 
-        Returns False for a reference that another thread is still making.
+        True after the end of RPC, too. False for a reference that another thread is still making.
         """
         home, hold = getattr(self, "_home", None), getattr(self, "hold", None)
         return home is not None and hold is not None and home.references is references
@@ -182,7 +188,13 @@ class RRef(Generic[T]):
         """Make a fork of this reference for a message that the agent with ``references`` sends to agent ``to``.
 
         ``references`` is None if the reference's own agent sends the message. ``child`` is the fork's id; None for a
-        new one. Raises RRefError if this reference belongs to another agent, and the errors of `check_alive`.
+        new one. Each call makes another fork. Send it, or give it to `References.take_back` if the message cannot be
+        sent: until then the fork keeps the value. ``to`` is not checked.
+
+        Raises:
+            RRefError: the reference belongs to another agent or was released, RPC has ended here, or the `remote` call
+                got no answer. On the owner, only the first two.
+            WorkerLost: the owner of the value is gone.
         """
         own = self._home.references
         if references is not None and own is not references:
@@ -196,8 +208,8 @@ class RRef(Generic[T]):
     def when_changed(self, then: Callable[[], None]) -> Callable[[], None]:
         """Call ``then`` each time the state of this reference or its value changes, at its end, too.
 
-        Returns a function that removes the listener. ``then`` runs in the thread that handles the change, and must not
-        block.
+        Returns a function that removes the listener; a second call does nothing. ``then`` runs in the thread that
+        handles the change, and must not block; its errors are logged.
         """
         ids = [self.id] if self.fork_id is None else [self.id, self.fork_id]
         return self._home.references.when_changed(ids, then)
@@ -205,7 +217,7 @@ class RRef(Generic[T]):
     def forks_out(self) -> int | None:
         """Return how many forks of the value other workers hold; None if another worker owns the value.
 
-        For displays; sends no message.
+        For displays; sends no message. 0 after the end of RPC.
         """
         return self._home.references.forks.forks_of(self.id) if self.fork_id is None else None
 
@@ -213,7 +225,7 @@ class RRef(Generic[T]):
 
     @property
     def holder(self) -> int:
-        """The incarnation of the agent to which this reference belongs."""
+        """The incarnation of the agent to which this reference belongs, even if that agent has ended."""
         return self._home.references.me
 
     def is_owner(self) -> bool:
@@ -224,34 +236,44 @@ class RRef(Generic[T]):
         return self.fork_id is None
 
     def owner(self) -> WorkerInfo:
-        """Return the `WorkerInfo` of the worker that owns the value, even if that worker is gone."""
+        """Return the `WorkerInfo` of the worker that owns the value, even if that worker is gone or RPC has ended.
+
+        Raises UnknownWorker if this worker has never met the owner; `owner_name` does not.
+        """
         return self._home.references.membership.info_of(self.owner_incarnation)
 
     def owner_name(self) -> str:
-        """Return the name of the worker that owns the value, even if that worker is gone."""
+        """Return the name of the owner, even if it is gone or RPC has ended; a text for a worker never met here."""
         return self._home.references.membership.name_of(self.owner_incarnation)
 
     def is_forgotten(self) -> bool:
-        """Return whether this worker no longer has its fork, after `release` or `nbdist.rpc.shutdown`.
+        """Return whether this worker no longer has its fork, after `release` or a graceful `nbdist.rpc.shutdown`.
 
-        False on the owner, which has no fork.
+        After `release` this takes a moment, and longer if the reference was passed on. False on the owner, which has no
+        fork.
         """
         return self.fork_id is not None and self._home.references.forks.standing(self.fork_id) is None
 
     def has_ended(self) -> bool:
-        """Return whether RPC has ended on this worker, so that this reference cannot be used any more."""
+        """Return whether RPC has ended on this worker: this reference cannot be used, even if RPC runs again."""
         return self._home.references.closed
 
     def creation_failure(self) -> BaseException | None:
         """Return the error of the `nbdist.rpc.remote` call that should have made the value.
 
-        None if the call has not failed, or if this reference did not come from such a call.
+        This may be the function's own error. None if the call has not failed (yet), or if this reference did not come
+        from such a call.
         """
         creation = self._creation
         return creation.exception() if creation is not None and creation.done() else None
 
     def confirmed_by_owner(self) -> bool:
-        """Return whether the owner has confirmed that it counts this reference; True on the owner. Sends no message."""
+        """Return whether the owner has confirmed that it counts this reference; True on the owner. Sends no message.
+
+        False before, if the `remote` call got no answer, or if the owner is gone; True if the function raised an error.
+        False again once `is_forgotten` is True, a moment after `release`, and by a graceful shutdown. After any other
+        end of RPC, the last answer stays.
+        """
         return self.fork_id is None or self._home.references.forks.standing(self.fork_id) is ForkStanding.CONFIRMED
 
     @property
@@ -259,7 +281,7 @@ class RRef(Generic[T]):
         """The known description of the value: its type, and a tensor's shape, dtype and device. None until it is known.
 
         If the function that should have made the value raised an error, this describes the error. After `release`, this
-        is the last known description.
+        is the last known description. After the end of RPC it may be None, unless it was read before.
         """
         found = self._home.references.forks.state(self.id, self.fork_id)
         if found is not None:
@@ -309,10 +331,12 @@ class RRef(Generic[T]):
             timeout: the time limit in seconds; negative for the ``rpc_timeout`` of `RpcBackendOptions`, 0 for none.
 
         Raises:
-            RpcTimeout: the value did not come in time.
-            WorkerLost: the owner is gone, and the value with it.
-            RRefError: this reference was released, or the value was never made.
+            RpcTimeout: the value did not come in time; the reference stays usable.
+            WorkerLost: the owner is gone, and the value with it; or RPC ends here during the wait.
+            RRefError: this reference was released, RPC has ended here, or the value was never made.
+            TypeError: ``timeout`` is no number; UsageError if it is NaN, or in a finaliser (see `nbdist.rpc.rpc_sync`).
             Exception: the function that should have made the value raised this error.
+            KeyboardInterrupt: Ctrl-C ended the wait. In a cluster, the function that makes the value stops, too.
 
         Example:
             >>> rref = rpc.remote("worker1", torch.arange, args=(3,))
@@ -325,8 +349,10 @@ class RRef(Generic[T]):
     def local_value(self) -> T:
         """Return the value itself, without a copy. Waits, without a limit, until the value exists.
 
-        Raises RRefError on any worker but the owner (call `to_here` there), and the error of the function that should
-        have made the value.
+        Raises:
+            RRefError: this worker is not the owner (call `to_here`), this reference was released, RPC has ended here,
+                or it ends during the wait.
+            Exception: the function that should have made the value raised this error.
 
         Example:
             >>> rref = rpc.RRef([1, 2])
@@ -352,9 +378,17 @@ class RRef(Generic[T]):
         Args:
             timeout: the time limit of each call, in seconds; negative for the default, 0 for none.
 
+        This function raises nothing. A method of the proxy does, when it is called:
+
         Raises:
-            WorkerLost: when a method is called and the owner is gone.
-            Exception: when a method is called, any error that the method raises.
+            WorkerLost: the owner is gone, or dies before it answers; or, on the owner, RPC has ended.
+            RRefError: the reference was released, RPC has ended, or the value was never made.
+            RpcTimeout: the answer did not come in time; the method may still run.
+            EncodeError: an argument cannot be sent.
+            TypeError: ``timeout`` is no number; UsageError if it is NaN.
+            Exception: any error of the method, or of the function that should have made the value; AttributeError if
+                the value has no such method.
+            KeyboardInterrupt: Ctrl-C ended the wait. In a cluster, the method stops, too.
 
         Example:
             >>> rref = rpc.remote("worker1", torch.ones, args=(2, 2))
@@ -366,7 +400,9 @@ class RRef(Generic[T]):
     def rpc_async(self, timeout: float = -1.0) -> Proxy:
         """Return a proxy like that of `rpc_sync` whose methods return a `Future` of their results.
 
-        ``timeout`` is as for `rpc_sync`.
+        ``timeout`` is as for `rpc_sync`. What is wrong when a method is called raises there: the reference was
+        released, its owner is gone, an argument or the timeout is bad. The future's ``wait()`` raises what comes later:
+        the error of the method (AttributeError if there is none), RpcTimeout, WorkerLost.
 
         Example:
             >>> rref = rpc.remote("worker1", torch.ones, args=(2, 2))
@@ -378,8 +414,9 @@ class RRef(Generic[T]):
     def remote(self, timeout: float = -1.0) -> Proxy:
         """Return a proxy like that of `rpc_sync` whose methods return an `RRef`; their results stay on the owner.
 
-        ``timeout`` is as for `rpc_sync`. If the value's class is known here and has no such method, the call raises
-        AttributeError at once.
+        ``timeout`` is as for `rpc_sync`. What is wrong when a method is called raises there, as in `rpc_async`; so does
+        AttributeError, if the value's class is known here and has no such method. The new reference's `to_here` raises
+        the error of the method, or RRefError if the call got no answer.
 
         Example:
             >>> rref = rpc.remote("worker1", torch.ones, args=(2, 2))
@@ -393,7 +430,7 @@ class RRef(Generic[T]):
 
         For a tensor: range, mean, norm, a histogram and the counts of NaN and infinity. For a module: its parameters.
         For anything else: its shortened repr. Waits until the value exists; errors and ``timeout`` are those of
-        `to_here`.
+        `to_here`: RRefError after `release`, WorkerLost, RpcTimeout, the function's error. Each call asks anew.
 
         Example:
             >>> rref = rpc.remote("worker1", torch.ones, args=(2, 2))
@@ -423,6 +460,8 @@ class RRef(Generic[T]):
     def backward(self, dist_autograd_ctx_id: int = -1, retain_graph: bool = False) -> None:
         """Run a backward pass from the value, a tensor of one element, on its owner, and wait for its end.
 
+        The wait has no time limit.
+
         Args:
             dist_autograd_ctx_id: the id of an autograd context. The pass then crosses workers, as
                 `nbdist.autograd.backward` does, and the gradients stay in the context. -1 runs a local pass, which is
@@ -432,8 +471,11 @@ class RRef(Generic[T]):
         Raises:
             UsageError: the value is no tensor of one element, another worker owns it and the id is -1, or the context
                 is over or unknown.
-            RuntimeError: the tensor requires no grad, or has several elements in a local pass.
-            WorkerLost: a worker of the pass is gone.
+            RuntimeError: the tensor requires no grad, it has several elements in a local pass, or an earlier pass has
+                freed the graph.
+            RRefError: this reference was released, RPC has ended, or the value was never made.
+            WorkerLost: the owner or another worker of the pass is gone.
+            Exception: any other error of the pass, or of the function that should have made the value.
 
         Example:
             >>> with dist_autograd.context() as context_id:
