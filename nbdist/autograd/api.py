@@ -27,10 +27,10 @@ def recorder() -> Recorder:
 
 
 class ContextId(int):
-    """The id of a context: an int, as in torch, which has the functions that take an id as methods.
+    """The id of a context: an int with methods, which raise UsageError once the context or RPC has ended.
 
-    `context` and `open` return one. It may be sent to other workers. Every method raises `nbdist.UsageError` once the
-    context has ended.
+    `context` and `open` return one. It may be sent to other workers, as the int that it is in torch. The methods raise
+    UsageError also on a worker that the context has not reached; without RPC, it is NotInitialized.
 
     Example:
         >>> w = torch.ones(2, requires_grad=True)
@@ -52,36 +52,42 @@ class ContextId(int):
     ) -> None:
         """Run a backward pass in this context; the arguments are those of `nbdist.autograd.backward`.
 
-        Returns when the gradients are in the context on every worker, or with ``accumulate`` in the leaves' ``.grad``;
-        raises the error of the pass.
+        Returns when the gradients are in the context on every worker, or with ``accumulate`` in the leaves' ``.grad``.
+        Raises UsageError or TypeError for wrong arguments or after the end of the context, and else the error of the
+        pass, such as WorkerLost.
         """
         backward(int(self), roots, retain_graph, mode, grad_tensors=grad_tensors, accumulate=accumulate)
 
     def backward_async(self, *arguments: Any, **options: Any) -> Handle:
         """Begin a backward pass in this context, as `nbdist.autograd.backward_async` does, and return its handle.
 
-        The arguments are those of `nbdist.autograd.backward`. The handle's `wait` raises the error of the pass.
+        The arguments are those of `nbdist.autograd.backward`; wrong ones raise UsageError or TypeError here, as does a
+        context that has ended. The handle's `wait` raises the error of the pass.
         """
         return backward_async(int(self), *arguments, **options)
 
     def watch(self, *, paused: bool = False, norms: bool = False) -> Watch:
         """Watch the backward passes of this context; the arguments are those of `nbdist.autograd.watch`.
 
-        Raises UsageError if this worker watches the context already, or the context has ended.
+        Raises UsageError if this worker watches the context already, the context has ended, or it has never reached
+        this worker.
         """
         return watch(int(self), paused=paused, norms=norms)
 
     def gradients(self) -> dict[torch.Tensor, torch.Tensor]:
         """Return the gradients of this context on this worker, as `nbdist.autograd.get_gradients` does.
 
-        Other workers have the gradients of their own leaves.
+        Other workers have the gradients of their own leaves. The dict is empty if no pass has reached a leaf here.
+        Raises UsageError after the end of the context.
         """
         return get_gradients(int(self))
 
     def close(self) -> None:
         """End a context that was begun by `open`, on all workers, and free its record.
 
-        Call it on the worker that opened the context. Backward passes that still run in the context fail.
+        Call it on the worker that opened the context, in any thread: another worker ends it only on the workers that it
+        knows. Backward passes that still run in the context fail with UsageError. A second call raises UsageError. In
+        the block of `context` it ends the context early; the end of the block then does nothing.
         """
         here = recorder()
         here.close(here.contexts.get(self))
@@ -94,9 +100,9 @@ class context:
     """Record the tensors that are sent between workers inside a ``with`` block, for backward passes in that block.
 
     The block's value is the context's id, a `ContextId`. Every call that is made in the block carries the context to
-    its worker, and so do the calls that this worker then makes. At the end of the block, the context ends on all
-    workers, and its record and its gradients are freed. Contexts do not nest: to enter a second one in a thread raises
-    `nbdist.UsageError`.
+    its worker, and so do the calls that this worker then makes. At the end of the block, also by an error, the context
+    ends on all workers, its record and its gradients are freed, and passes that still run fail. Workers that were lost
+    are no error there. The object may begin another block afterwards, with a new id.
 
     Each argument switches on a record or a check, on every worker that the context reaches. A record or check that is
     off costs nothing.
@@ -111,7 +117,9 @@ class context:
             longer. On a GPU, the check waits for every operation.
 
     Raises:
-        UsageError: ``check`` is neither ``"nan"`` nor None.
+        UsageError: ``check`` is neither ``"nan"`` nor None; or, when the block begins, the thread is in a context
+            already: contexts do not nest.
+        NotInitialized: When the block begins, RPC does not run here.
 
     Example:
         >>> w = torch.ones(2, requires_grad=True)
@@ -153,6 +161,7 @@ def open(*, lines: bool = False, check: Checked = None) -> ContextId:
 
     Raises:
         UsageError: The thread is in a context already, or ``check`` is neither ``"nan"`` nor None.
+        NotInitialized: RPC does not run here.
 
     Example:
         >>> w = torch.ones(2, requires_grad=True)
@@ -198,14 +207,17 @@ def backward(*arguments: Any, **options: Any) -> None:
     - ``accumulate``: add the gradients to the leaves' ``.grad``, as a local pass does, instead of to the context.
 
     If the pass fails, or Ctrl-C ends the wait, all workers give the pass up and drop its gradients. With
-    ``accumulate``, gradients that are in ``.grad`` already stay there.
+    ``accumulate``, gradients that are in ``.grad`` already stay there. Nodes that have run have freed their tensors:
+    before another pass, run the forward pass again, unless ``retain_graph`` was True.
 
     Raises:
-        UsageError: The context has ended, ``mode`` is unknown, a root does not require grad or is a leaf, or roots and
-            ``grad_tensors`` do not match.
-        TypeError: The roots are not tensors.
+        UsageError: The context has ended or never reached this worker, the thread is in none, ``mode`` is unknown,
+            there is no root, a root does not require grad or is a leaf, or roots and ``grad_tensors`` do not match.
+        NotInitialized: RPC does not run here.
+        TypeError: The roots are not tensors, or there is no argument of that name.
         UnusedOutputs: A pass in FAST mode waits for gradients that cannot come.
         WorkerLost: A worker that the pass needs is lost.
+        RuntimeError: An earlier pass has freed the graph.
         RemoteError: A node or a hook failed on another worker with an error that cannot be pickled, or whose class is
             missing here. All other errors of nodes and hooks are raised here as they are.
 
@@ -227,8 +239,9 @@ def backward(*arguments: Any, **options: Any) -> None:
 def backward_async(*arguments: Any, **options: Any) -> Handle:
     """Begin a backward pass in another thread, and return a `Handle` at once; the arguments are those of `backward`.
 
-    Wrong arguments raise here, as in `backward`; ``handle.wait()`` raises the errors of the pass. Let the pass
-    end before its context does, as by ``handle.wait()``: the end of the context fails the pass.
+    Wrong arguments raise here, as in `backward`; ``handle.wait()`` raises the errors of the pass, each time. Let the
+    pass end before its context does, as by ``handle.wait()``: the end of the context fails the pass with UsageError.
+    Ctrl-C in ``wait()`` does not end the pass; ``handle.cancel()`` does.
 
     Example:
         >>> w = torch.ones(2, requires_grad=True)
@@ -335,7 +348,8 @@ def get_gradients(context_id: int | None = None) -> dict[torch.Tensor, torch.Ten
     """Return the gradients that a context has on this worker, by leaf tensor.
 
     Each gradient is the sum over all passes of the context so far. Leaves that no pass has reached are missing, and so
-    are leaves on other workers: call this function there, by RPC. A pass that still runs may add to the gradients.
+    are leaves on other workers: call this function there, by RPC. A pass that still runs may add to the gradients; one
+    that failed adds nothing.
 
     Args:
         context_id: The context; None for the one in which the calling thread is.
@@ -345,6 +359,7 @@ def get_gradients(context_id: int | None = None) -> dict[torch.Tensor, torch.Ten
 
     Raises:
         UsageError: The context has ended or has never reached this worker, or the thread is in none.
+        NotInitialized: RPC does not run here.
 
     Example:
         >>> w = torch.ones(2, requires_grad=True)
@@ -370,7 +385,9 @@ def watch(context_id: int | None = None, *, paused: bool = False, norms: bool = 
         norms: Measure the gradients that each node is given (norm and histogram), and report the first NaN or Inf.
 
     Raises:
-        UsageError: This worker watches the context already, the context has ended, or the thread is in none.
+        UsageError: This worker watches the context already (close the other watch), the context has ended or has never
+            reached this worker, or the thread is in none.
+        NotInitialized: RPC does not run here.
 
     Example:
         >>> w = torch.ones(2, requires_grad=True)

@@ -40,7 +40,7 @@ class Handle:
         self._outcome.try_settle(None, error)
 
     def wait(self) -> None:
-        """Wait until the gradients are in the context; raises the error of the pass. It may be called several times.
+        """Wait until the gradients are in the context; raises the error of the pass. Each later call does the same.
 
         Ctrl-C ends the wait only, and the pass continues: `cancel` ends it.
         """

@@ -27,13 +27,19 @@ from nbdist.rpc.asking import ask_each
 def plan(context_id: int | None, roots: torch.Tensor | Sequence[torch.Tensor], mode: Mode = "smart") -> Plan:
     """Return the plan of a `backward` from these roots, without running anything.
 
+    Asks all workers of the context, and waits for their answers. The plan lacks the nodes of workers that are lost, and
+    what lies behind them. A graph that a pass has freed is planned all the same.
+
     Args:
         context_id: The context; None means the one that the calling thread is in.
-        roots: The tensors from which the pass would begin.
+        roots: The tensors from which the pass would begin, of any size; a leaf may be one.
         mode: The mode of the pass, ``"smart"`` or ``"fast"``.
 
     Raises:
-        UsageError: This worker has no such context, or the thread is in none.
+        UsageError: The context has ended or never came to this worker, the thread is in none, ``mode`` is another word,
+            or there is no root.
+        NotInitialized: RPC does not run here.
+        TypeError: The roots are not tensors.
         RuntimeError: A root does not require grad.
 
     Example:
@@ -65,14 +71,15 @@ def plan_from(context: Context, starts: Sequence[tuple[Node, int]], mode: Mode) 
 def trace(context_id: int | None = None) -> Trace:
     """Return the graph that a context has recorded, on all workers that it reaches.
 
-    This asks the workers, and waits for their answers. Nodes after a worker's last send or receive, such as the loss's
-    nodes, are in the trace once a pass has begun from them.
+    This asks the workers, and waits for their answers. Lost workers are left out, without an error. Nodes after a
+    worker's last send or receive, such as the loss's nodes, are in the trace once a pass has begun from them.
 
     Args:
         context_id: The context; None means the one that the calling thread is in.
 
     Raises:
-        UsageError: This worker has no such context, or the thread is in none.
+        UsageError: The context has ended or never came to this worker, or the thread is in none.
+        NotInitialized: RPC does not run here.
 
     Example:
         >>> x = torch.ones(2, requires_grad=True)

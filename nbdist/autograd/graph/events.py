@@ -15,7 +15,7 @@ Key = tuple[str, int]  # a node, as (name of its worker, its number there)
 
 
 class Event(msgspec.Struct, frozen=True, gc=False):  # a struct, and no work for the collector: there are many
-    """Something that happened in a backward pass on one worker; `Watch` collects events, a user makes none.
+    """Something that happened in a backward pass on one worker; `Watch` collects events, which cannot be changed.
 
     ``what`` is one of these:
 
@@ -79,7 +79,10 @@ class Event(msgspec.Struct, frozen=True, gc=False):  # a struct, and no work for
 
     @property
     def key(self) -> Key | None:
-        """The node, as (worker, number), which `Watch.run` takes as ``until``; None for an event without a node."""
+        """The node, as (worker, number), which `Watch.run` takes as ``until``; None for an event without a node.
+
+        `Watch.run` takes None to halt nowhere.
+        """
         return None if self.node is None else (self.worker, self.node)
 
 
@@ -107,7 +110,8 @@ class Share:
 class Pass:
     """One backward pass, as its `Watch` has seen it; `Watch.passes` lists them.
 
-    It grows while the pass runs, and shows itself in one line.
+    It grows while the pass runs, and shows itself in one line. To read it changes nothing; `error` has the error of a
+    pass that failed, which no property raises.
 
     Example:
         >>> w = torch.ones(2, requires_grad=True)
@@ -140,14 +144,20 @@ class Pass:
 
     @property
     def complete(self) -> bool:
-        """True if the pass is over and all its events have arrived."""
+        """True if the pass is over and all its events have arrived; after an error, as soon as it is over.
+
+        Stays False for a pass that the end of its context has ended.
+        """
         return self.over and all(
             worker in self.shares and self.shares[worker].taken >= count for worker, count in self.told.items()
         )
 
     @property
     def seconds(self) -> float:
-        """The seconds from the first event to the last; 0 without events."""
+        """The seconds from the first event known to the last; 0 without events.
+
+        The time of each event is from its worker's own clock, so clocks that differ between hosts make this wrong.
+        """
         times = [event.time for event in self.events]
         return max(times) - min(times) if times else 0.0
 

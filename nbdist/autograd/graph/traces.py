@@ -83,7 +83,8 @@ class _Drawn:
 class Trace(_Drawn):
     """The graph of a context as plain data: nodes by worker, and the edges between workers. `trace` makes one.
 
-    Its repr is text; in a notebook it shows itself as a picture, as in notebooks/02_distributed_autograd.ipynb.
+    Its repr is text; in a notebook it shows itself as a picture, as in notebooks/02_distributed_autograd.ipynb. Its
+    nodes and edges stay as they are when the context goes on or ends.
     """
 
     context_id: int
@@ -101,7 +102,7 @@ class Trace(_Drawn):
 
     @property
     def workers(self) -> list[str]:
-        """The names of the workers that the context reaches."""
+        """The names of the workers that the context reaches, without those that are lost: a new list."""
         return list(self.nodes)
 
 
@@ -109,7 +110,7 @@ class Trace(_Drawn):
 class Plan(_Drawn):
     """The plan of a pass as plain data: which nodes would run, and for how many gradients each waits. `plan` makes one.
 
-    Its repr is text; in a notebook it shows itself as a picture.
+    Its repr is text; in a notebook it shows itself as a picture. It stays as it is when the context goes on or ends.
 
     Example:
         >>> w = torch.ones(2, requires_grad=True)
@@ -132,7 +133,7 @@ class Plan(_Drawn):
 
     @property
     def workers(self) -> list[str]:
-        """The names of the workers on which at least one node would run."""
+        """The names of the workers on which at least one node would run, without those that are lost: a new list."""
         return [worker for worker in self.trace.workers if any(worker == name for name, _ in self.waits_for)]
 
 

@@ -98,15 +98,16 @@ class Watch:
 
     @property
     def watching(self) -> Watching:
-        """A record of this watch and its `Control`, for the messages of new passes."""
+        """A record of this watch and its `Control`, for the messages of new passes; on a closed watch, the last one."""
         return Watching(self._transport.me, self.id, self._norms, self._control)
 
     @property
     def passes(self) -> list[Pass]:
         """The passes, oldest first.
 
-        Waits until all events of finished passes have arrived, unless the watch is closed. A pass under way has the
-        events that are known now.
+        Waits until all events of finished passes have arrived, unless the watch is closed; Ctrl-C ends the wait. A pass
+        under way has the events that are known now. Raises no error of a pass: `Pass.error` has it. The list is new,
+        its passes grow.
         """
         with blocking_wait(), self._changed:
             while any(seen.over and not seen.complete for seen in self._passes.values()) and not self.closed:
@@ -117,13 +118,16 @@ class Watch:
 
     @property
     def complete(self) -> bool:
-        """True if every pass is over and all its events have arrived; True without passes."""
+        """True if every pass is over and all its events have arrived (see `Pass.complete`); True without passes."""
         with self._changed:
             return all(seen.complete for seen in self._passes.values())
 
     @property
     def halted(self) -> list[Event]:
-        """The events at which passes are halted now; the one that has waited longest is first."""
+        """The events at which passes are halted now; the one that has waited longest is first.
+
+        Empty if none is halted, such as right after `pause`, and on a closed watch.
+        """
         with self._changed:
             found = [
                 worker.at for seen in self._open_passes() for worker in seen.shares.values() if worker.at is not None
@@ -151,7 +155,7 @@ class Watch:
 
     @property
     def paused(self) -> bool:
-        """True if workers are told to halt before every node."""
+        """True if workers are told to halt before every node; False once `close` has resumed them."""
         return self._control.paused
 
     @property
@@ -168,7 +172,8 @@ class Watch:
     def pause(self) -> None:
         """Halt every worker before its next node; this returns at once, before the workers have halted.
 
-        While a pass is paused, no RPC of any worker times out.
+        Passes that begin later halt before their first node. While a pass is paused, no RPC of any worker times out. A
+        second call changes nothing.
 
         Raises:
             UsageError: The watch is closed.
@@ -187,7 +192,8 @@ class Watch:
             The ``nan`` or ``halted`` event of the worker that reached the place; all other workers then halt too. None
             if all passes end before one reaches the place, if none is under way (later passes halt there all the same),
             or if the watch is closed meanwhile. For a NaN, ``Event.told`` says in a sentence, and ``Event.inherited``
-            as data, whether the forward pass gave it to the node, and which message brought it.
+            as data, whether the forward pass gave it to the node, and which message brought it. Whether a node exists
+            is not checked: passes run to their end if it does not. Ctrl-C ends the wait, and the place stays set.
 
         Raises:
             UsageError: The watch is closed, or ``until`` is none of these.
@@ -215,15 +221,17 @@ class Watch:
     def step(self, count: int = 1, worker: str | None = None) -> list[Event]:
         """Run nodes one after the other, and return their events.
 
-        The node that has been halted longest runs next. A watch that is not paused is paused first.
+        The node that has been halted longest runs next. A watch that is not paused is paused first, also for a
+        ``count`` of 0. Ctrl-C ends the wait; the passes stay paused.
 
         Args:
             count: The number of nodes to run.
             worker: The name of the only worker to step; None means any.
 
         Returns:
-            One ``done`` event for each node that ran. There are fewer than ``count`` if the passes end before, or if
-            the worker can run nothing until other workers have sent it gradients.
+            One ``done`` event for each node that ran. There are fewer than ``count`` if the passes end before, if the
+            worker can run nothing until other workers have sent it gradients, or if the watch is closed meanwhile; none
+            if no pass is under way, or no worker has that name. An error of a node is no error here: it ends the pass.
 
         Raises:
             UsageError: The watch is closed.
@@ -314,7 +322,7 @@ class Watch:
     def close(self) -> None:
         """Resume the passes and stop watching; the recorded events stay. A second call does nothing.
 
-        Every context closes its watch when it ends.
+        Every context closes its watch when it ends, also by the end of RPC. Calls that wait in `run` or `step` return.
         """
         with self._changed:
             if self.closed:
@@ -339,7 +347,10 @@ class Watch:
     # -- messages that arrive -----------------------------------------------------------------
 
     def prepare(self, mode: Mode, roots: Sequence[tuple[Node, int]]) -> None:
-        """Show a pass that is about to begin on this worker: call `on_begin` with its ``mode`` and ``roots``."""
+        """Show a pass that is about to begin on this worker: call `on_begin` with its ``mode`` and ``roots``.
+
+        The pass calls this. An error of `on_begin` is logged. Without `on_begin`, as after `close`, this does nothing.
+        """
         if self.on_begin is not None:
             try:
                 self.on_begin(mode, roots)
@@ -347,7 +358,10 @@ class Watch:
                 _log.exception("drawing a backward pass failed; the pass begins all the same")
 
     def prepare_step(self, plan: Plan) -> None:
-        """Show a step of a pipeline that is about to begin on this worker: call `on_step` with its ``plan``."""
+        """Show a step of a pipeline that is about to begin on this worker: call `on_step` with its ``plan``.
+
+        The step calls this. An error of `on_step` is logged. Without `on_step`, as after `close`, this does nothing.
+        """
         if self.on_step is not None:
             try:
                 self.on_step(plan)
@@ -355,14 +369,20 @@ class Watch:
                 _log.exception("drawing a step of a pipeline failed; the step begins all the same")
 
     def begin(self, id: PassId, mode: Mode) -> None:
-        """Record that the pass ``id``, or a step of a pipeline, begins on this worker in the mode ``mode``."""
+        """Record that the pass ``id``, or a step of a pipeline, begins on this worker in the mode ``mode``.
+
+        The pass calls this. A second call changes nothing.
+        """
         with self._changed:
             self._record_of(id, mode)
             self._freeze()
         self._tell_news()
 
     def on_observed(self, message: messages.Observed, sender: int) -> None:
-        """Handle ``message``, a batch of events of the worker ``sender``."""
+        """Handle ``message``, a batch of events of the worker ``sender``; on a closed watch, too.
+
+        The thread that reads messages calls this. A batch that comes before earlier ones is kept until they arrive.
+        """
         with self._changed:
             seen = self._record_of(message.id, "smart" if message.smart else "fast")
             worker = seen.shares.setdefault(sender, Share())
@@ -383,7 +403,10 @@ class Watch:
         self._tell_news()
 
     def on_over(self, message: messages.Over) -> None:
-        """Record by ``message`` that a pass has ended, and how many batches each worker has sent of it."""
+        """Record by ``message`` that a pass has ended, and how many batches each worker has sent of it.
+
+        Wakes the calls that wait in `run`, `step` and `passes`. A second message for the pass replaces the first.
+        """
         with self._changed:
             seen = self._record_of(message.id, "")
             seen.over, seen.error = True, message.error
@@ -393,7 +416,10 @@ class Watch:
         self._tell_news()
 
     def on_lost(self, worker: int) -> None:
-        """Record that ``worker`` is gone: passes that began there are over, and the watch expects no more from it."""
+        """Record that ``worker`` is gone: passes that began there are over, and the watch expects no more from it.
+
+        Wakes the calls that wait in `run`, `step` and `passes`. An unknown worker, or a second call, changes nothing.
+        """
         with self._changed:
             self._lost.add(worker)
             for id, seen in self._passes.items():
