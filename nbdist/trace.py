@@ -30,7 +30,8 @@ _log = logging.getLogger("nbdist.trace")
 def subscribe(listener: Listener) -> Callable[[], None]:
     """Call ``listener(event, fields)`` for every later event, in the thread in which it happens.
 
-    ``fields`` is a dict. A listener that raises an error gets no further events; the error is logged. The events and
+    ``fields`` is a dict, the same one for all listeners. A listener that raises an Exception, or cannot be called, gets
+    no further events; the error is logged. KeyboardInterrupt passes through `emit`. RPC need not run. The events and
     their fields include:
 
     =================  ===========================================================================
@@ -45,7 +46,8 @@ def subscribe(listener: Listener) -> Callable[[], None]:
     =================  ===========================================================================
 
     Returns:
-        A function that ends the subscription. Calling it twice is harmless.
+        A function that ends the subscription. Calling it twice is harmless. A listener that is subscribed twice is
+        called twice, and the end of either subscription ends both.
 
     Example:
         >>> seen = []
@@ -63,6 +65,9 @@ def subscribe(listener: Listener) -> Callable[[], None]:
 
 def emit(event: str, **fields: Any) -> None:
     """Call the listeners with ``event`` and its ``fields``. A listener that raises an error is logged and dropped.
+
+    Returns after all listeners have run, in this thread; at once without listeners. Names are not checked, but a field
+    named ``event`` raises TypeError.
 
     Example:
         >>> end = subscribe(print)
@@ -86,7 +91,8 @@ def _drop(listener: Listener) -> None:
 def show_steps(show: Callable[[], Steps] | None) -> None:
     """Set ``show()``, which returns the function that shows an operation's lines. With None, no lines are shown.
 
-    The notebook's magics set it.
+    The notebook's magics set it. It holds for the process; a second call replaces the first. ``show`` is not checked:
+    its errors, or that it is not callable, come out of `steps`.
 
     Example:
         >>> show_steps(lambda: print)
@@ -101,7 +107,8 @@ def show_steps(show: Callable[[], Steps] | None) -> None:
 def steps() -> Steps:
     """Return the function that shows the lines of an operation that begins now.
 
-    The function does nothing unless `show_steps` has set another one.
+    The function does nothing unless `show_steps` has set another one. Errors of the function given there, and of
+    the one that it returns, are raised where they are called.
 
     Example:
         >>> show = steps()

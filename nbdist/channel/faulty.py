@@ -23,7 +23,8 @@ class Faults:
     """The faults to inject. Each rule maps a kind of messages, such as ``"call"`` or ``"reply"``, to a number.
 
     Kinds are the values of `nbdist.wire.messages.Message.kind`. The kind ``"*"`` stands for all kinds that a rule does
-    not name. Rules may be changed while the channel is in use.
+    not name. Rules may be changed while the channel is in use. Kinds and numbers are not checked: an unknown kind never
+    matches, a share of 1 or more means always, and what is no number raises TypeError when a message is sent.
 
     Example:
         >>> with World(2, faults=Faults(fail={"call": 1})) as world:
@@ -91,7 +92,7 @@ class FaultyChannel:
     def connect(self, addresses: Sequence[str], is_large: bool = False) -> FaultyLink:
         """Return the wrapped channel's link to ``addresses``, with faults; ``is_large`` is passed on.
 
-        Raises the errors of the wrapped channel's `connect`.
+        Raises the errors of the wrapped channel's `connect`, such as ChannelError for an address that it cannot reach.
         """
         return FaultyLink(self, self.inner.connect(addresses, is_large))
 
@@ -107,13 +108,13 @@ class FaultyChannel:
     def receive(self, timeout: float | None, guest: bool = False, soon: bool = False) -> list[bytes] | None:
         """Return the wrapped channel's next message, without faults.
 
-        Returns None after ``timeout`` seconds, after `wake`, for the guest also after `call`, and once closed.
+        Returns None after ``timeout`` seconds, after `wake`, for the guest also after `call`, and once closed, at once.
         ``guest`` and ``soon`` are passed on (see `Channel.receive`).
         """
         return self.inner.receive(timeout, guest, soon)
 
     def wake(self) -> None:
-        """Make one waiting `receive` of the wrapped channel, or else the next one, return None."""
+        """Make one waiting `receive` of the wrapped channel, or else the next one, return None. Allowed once closed."""
         self.inner.wake()
 
     def expect(self) -> None:
@@ -140,7 +141,11 @@ class FaultyChannel:
         self.inner.close()
 
     def after(self, delay: float, action: Callable[[], None]) -> None:
-        """Call ``action`` in ``delay`` seconds, in a thread of this channel; never, if the channel is closed before."""
+        """Call ``action`` in ``delay`` seconds, in a thread of this channel; never, if the channel is closed before.
+
+        ``action`` must not raise: its error would end the thread, and later actions and delayed messages with it. A
+        negative delay counts as 0.
+        """
         with self._changed:
             heapq.heappush(self._later, (time.monotonic() + delay, next(self._numbers), action))
             if self._thread is None:

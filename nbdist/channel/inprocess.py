@@ -34,11 +34,14 @@ class Network:
         return channel
 
     def find(self, address: str) -> InProcessChannel | None:
-        """Return the open channel at ``address``; None if it is closed or belongs to another network."""
+        """Return the open channel at ``address``; None if it was closed or removed, or is not of this network."""
         return self._open.get(address)
 
     def remove(self, address: str) -> None:
-        """Remove the channel at ``address``, which has been closed. Messages to it are lost from now on."""
+        """Remove the channel at ``address``, which has been closed. Messages to it are lost from now on.
+
+        `InProcessChannel.close` calls this. An unknown address, or a second call, does nothing.
+        """
         with self._lock:
             self._open.pop(address, None)
 
@@ -59,13 +62,14 @@ class InProcessChannel(Channel):
 
     @property
     def addresses(self) -> list[str]:
-        """The channel's only address, in a list."""
+        """The channel's only address, in a list; after `close`, too."""
         return [self.address]
 
     def connect(self, addresses: Sequence[str], is_large: bool = False) -> InProcessLink:
         """Return a link to the first of ``addresses`` of an in-process channel. Raises ChannelError if there is none.
 
-        The other channel need not be open: messages to a closed channel are lost. ``is_large`` changes nothing here.
+        The other channel need not be open, nor this one: messages to a closed channel are lost, without an error.
+        ``is_large`` changes nothing here.
         """
         for address in addresses:
             if address.startswith("inprocess://"):
@@ -92,7 +96,8 @@ class InProcessChannel(Channel):
     def receive(self, timeout: float | None, guest: bool = False, soon: bool = False) -> list[bytes] | None:
         """Return the next message's frames; None after ``timeout`` seconds, after `wake`, and once closed.
 
-        ``guest`` and ``soon`` change nothing here.
+        Without a ``timeout``, waits as long as it takes; one below 0 counts as 0. `close` drops the messages in the
+        queue. ``guest`` and ``soon`` change nothing here.
         """
         if self._closed:
             return None
@@ -104,7 +109,8 @@ class InProcessChannel(Channel):
     def wake(self) -> None:
         """Make one waiting `receive`, or else the next one, return None.
 
-        A thread calls this if it changes something that the reader waits for.
+        A thread calls this if it changes something that the reader waits for. Two calls end two `receive`. Harmless
+        after `close`.
         """
         self.arrived.put(None)
 

@@ -17,9 +17,10 @@ _SOON = 20.0  # seconds for which a test waits at most; far more than it needs
 
 
 class LauncherContract:
-    """Tests for a launcher, for pytest to run in a subclass. ``cluster`` is a fixture with a cluster of two workers.
+    """Tests of a launcher, for a subclass; ``cluster``, a fixture, has two workers. They fail by AssertionError.
 
-    The cluster must have a process group. The tests leave it as it was: with two idle workers.
+    An error of the cluster, such as WorkerLost or GroupError, fails a test as well. The fixture must start the cluster,
+    with a process group. A test that passes leaves it as it was: with two idle workers.
 
     ``docs/howto/several_hosts.md`` shows a test of a `LauncherContract`.
     """

@@ -47,7 +47,7 @@ class ManualClock:
         return self._now
 
     def advance(self, seconds: float) -> float:
-        """Move the clock forward by ``seconds``, and return its new time. Raises UsageError for a negative number."""
+        """Move the clock forward by ``seconds``, and return its new time. Raises UsageError if negative or NaN."""
         if not seconds >= 0:  # NaN, too
             raise UsageError(f"a clock cannot be moved back: advance() was given {seconds:g} s")
         self._now += seconds
@@ -72,7 +72,8 @@ class World:
 
     Raises:
         UsageError: the size or the channel is not possible.
-        RendezvousError: the agents did not meet in time; with faults, this may be intended.
+        RendezvousError: the agents did not meet in time; with faults, this may be intended. They are closed then.
+        TypeError: the size or the time is no number.
 
     Example:
         >>> with World(2) as world, world[0].activate():
@@ -163,13 +164,16 @@ class World:
     def add(self, name: str | None = None, id: int | None = None) -> Agent:
         """Add an agent to a dynamic world, and return it when it has met the others.
 
+        After the world's `close`, agents can still be added; then call `close` again.
+
         Args:
             name: the agent's name; None for ``worker`` and its id.
             id: the agent's id; None for the number of agents that the world has had.
 
         Raises:
-            UsageError: the world is fixed.
-            RendezvousError: another agent has the name or the id.
+            UsageError: the world is fixed, or the name has other characters than a worker's may have.
+            RendezvousError: another living agent has the name or the id, or the others did not answer in time. The
+                agent is closed then.
 
         Example:
             >>> with World(1, dynamic=True) as world:
@@ -204,6 +208,9 @@ class World:
     def kill(self, index: int, why: str = "died") -> None:
         """End one agent as SIGKILL would end its process: it sends nothing more, and the others report it as lost.
 
+        Calls to it, and its own, fail with WorkerLost. A second call does nothing. Raises IndexError for a place that
+        does not exist. `add` can give the name to another agent.
+
         Args:
             index: the agent's place in the world.
             why: the text after the agent's name in the errors of the others.
@@ -227,7 +234,12 @@ class World:
     def shutdown(self, timeout: float = 30.0) -> None:
         """End the world in order: wait until no call is open and all references are released, then close all agents.
 
-        Raises RendezvousError after ``timeout`` seconds; the agents are closed all the same.
+        Whatever is raised, the agents are closed. A second call does nothing.
+
+        Raises:
+            RendezvousError: the world has not ended after ``timeout`` seconds (0 or less: no limit), such as because a
+                call still runs.
+            WorkerLost: an agent was lost meanwhile; one that was lost before is no error.
         """
         try:
             self._all_at_once(lambda agent: agent.ending.end(timeout))
@@ -235,7 +247,10 @@ class World:
             self.close()
 
     def close(self) -> None:
-        """Close all agents at once; their open calls fail with WorkerLost. A second call does nothing."""
+        """Close all agents at once; their open calls fail with WorkerLost. A second call does nothing.
+
+        Later calls of the agents raise NotInitialized, their references RRefError or WorkerLost.
+        """
         for agent in self.agents:
             agent.close("has shut down")
 
