@@ -126,7 +126,7 @@ FAULTS = {
     ),
     "Ctrl-C leaves forks that no message has": Fault(
         "rpc/calls/sender.py",
-        "            if first is not None:\n                first.forker.take_back()\n",
+        "            if forker is not None:\n                forker.take_back()\n",
         "",
         "rpc/test_interrupted_sends.py",
     ),

@@ -19,11 +19,13 @@ import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from python_path import python_path
 
 from nbdist import rpc
+from nbdist.wire import codec
 
 HERE = str(Path(__file__).parent)
 
@@ -504,23 +506,17 @@ CALLS = 1000
 
 def count_short(call: Callable[[int], Any]) -> int:
     """Return how many of CALLS calls this process sends in the short way."""
-    from nbdist.rpc.api import current_agent
+    encoded: list[Any] = []
+    original = codec.encode_usual_call
 
-    sender: Any = current_agent().sender
-    sent: list[int] = []
-    original = sender._send_usual
+    def noting(*arguments: Any) -> Any:
+        encoded.append(original(*arguments))
+        return encoded[-1]
 
-    def counting(*arguments: Any) -> None:
-        sent.append(1)
-        original(*arguments)
-
-    sender._send_usual = counting
-    try:
+    with patch.object(codec, "encode_usual_call", noting):
         for number in range(CALLS):
             call(number)
-    finally:
-        del sender._send_usual
-    return len(sent)
+    return sum(each is not None for each in encoded)
 
 
 def count_from_here(to: str) -> int:

@@ -24,11 +24,11 @@ pytestmark = pytest.mark.skipif(
 
 EXPECTED = {
     # case: calls of functions by the caller and by all others, messages
-    "empty": (36, 30, 2),
-    "empty, of __main__": (44, 36, 2),
-    "empty, from a cell": (36, 34, 2),
-    "small tensor": (39, 33, 2),
-    "remote().to_here()": (113, 114, 4),
+    "empty": (35, 30, 2),
+    "empty, of __main__": (43, 36, 2),
+    "empty, from a cell": (35, 34, 2),
+    "small tensor": (38, 33, 2),
+    "remote().to_here()": (112, 114, 4),
     "step": (282, 321, 7),
     "ten hops, SMART": (1450, 1381, 43),
     "ten hops, FAST": (1505, 1440, 43),

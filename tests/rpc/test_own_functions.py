@@ -1,6 +1,7 @@
 """Calls of the program's own functions, which both sides define: by name, with their digests cached."""
 
 import sys
+import threading
 import types
 
 import pytest
@@ -10,6 +11,7 @@ from mains import CHANGES, FUNCTIONS
 
 import nbdist
 from nbdist import rpc
+from nbdist.rpc.api import current_agent
 from nbdist.wire import codec, usual
 
 
@@ -103,6 +105,25 @@ def test_what_is_repeated_is_the_value_at_the_call(main):
     assert call(main.twice, tensor).tolist() == [2, 2]
     there("def twice(x): return x * 3")
     assert call(main.twice, tensor).tolist() == [2, 2]
+
+
+def test_a_call_that_is_repeated_names_the_cell_that_made_it(main):
+    both(main, "def moved(x): return x + 1\norigins = []\ndef origins_there(): return origins")
+    there(
+        "from contextlib import contextmanager\nfrom nbdist.rpc.api import current_agent\n"
+        "@contextmanager\ndef note(origin):\n    origins.append(origin)\n    yield\n"
+        "current_agent().know_cells(None, note)"
+    )
+    agent, cell = current_agent(), threading.get_ident()
+    agent.know_cells(lambda: "In[3]" if threading.get_ident() == cell else "another", None)
+    try:
+        assert [call(main.moved, 0) for _ in range(2)] == [1, 1]
+        there("del moved")
+        assert call(main.moved, 0) == 1  # worker1 has refused it, and another thread has sent it again
+        assert set(call(main.origins_there)) == {"In[3]"}
+    finally:
+        agent.know_cells(None, None)
+        there("current_agent().know_cells(None, None)")
 
 
 def test_an_own_function_that_returns_a_future(main):

@@ -11,20 +11,22 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
 
+from msgspec.structs import replace
+
 from nbdist.channel.contract import Buffer
 from nbdist.errors import NbdistError
 from nbdist.rpc.calls.outcomes import Outcomes
 from nbdist.rpc.core.pending import Pending, PendingCalls
 from nbdist.rpc.links import Links
 from nbdist.rpc.references.forker import MessageForker
-from nbdist.wire.messages import Call
+from nbdist.wire.messages import Call, Payload
 from nbdist.wire.tensors import Slot
 
 
 class Draft(NamedTuple):
-    """A call that is encoded and ready to be sent."""
+    """The function and arguments of a call, encoded and ready to be sent."""
 
-    message: Call
+    payload: Payload
     frames: list[Buffer]
     forker: MessageForker
     """Has the forks in the message."""
@@ -40,14 +42,14 @@ class Repeats:
         self._links = links
         self._outcomes = outcomes
 
-    def prepare(self, call: Pending, encode: Callable[[], Draft]) -> None:
-        """Make ``call.again`` send the call with the definitions in it; ``encode()`` encodes it that way."""
+    def prepare(self, call: Pending, message: Call, encode: Callable[[], Draft]) -> None:
+        """Make ``call.again`` send ``message`` once more, with the definitions in it; ``encode()`` encodes them."""
         peer = self._links.peer(call.to)
         if peer is not None and all(digest in peer.definitions for _, digest in call.definitions):
             # Whoever waits cannot change an argument before the repeat is encoded. Any other such call fails if the
             # callee has lost a definition (test_a_call_that_nobody_waits_for_says_when_the_definition_is_gone).
             if call.is_waited_for:
-                call.again = partial(self.send, call, encode)
+                call.again = partial(self.send, call, message, encode)
             return
         names_only = call.definitions
         try:
@@ -57,17 +59,17 @@ class Repeats:
         except NbdistError as error:
             call.again = partial(self._give_up, call, error)  # raised only if the repeat is needed
         else:
-            call.again = partial(self.send, call, lambda: spare)
+            call.again = partial(self.send, call, message, lambda: spare)
             call.unsent = spare.forker.take_back
         call.definitions = names_only
 
-    def send(self, call: Pending, encode: Callable[[], Draft]) -> None:
-        """Send a call that its callee refused, with its definitions; on an error, end the call with it."""
+    def send(self, call: Pending, message: Call, encode: Callable[[], Draft]) -> None:
+        """Send ``message``, which the callee refused, with definitions in it; on an error, end the call with it."""
         call.again = call.unsent = None
         try:
             self._pending.add(call)
-            message, frames, forker, slots = encode()
-            call.seq = self._links.post(call.to, message, frames, forker, slots)
+            payload, frames, forker, slots = encode()
+            call.seq = self._links.post(call.to, replace(message, payload=payload), frames, forker, slots)
         except BaseException as error:  # a user's class, while it is pickled: it must end the call
             if self._pending.pop(call.id) is not None:
                 self._outcomes.unrepeated(call, error)

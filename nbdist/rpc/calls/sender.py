@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from nbdist import durations
-from nbdist.channel.contract import Buffer
 from nbdist.errors import EncodeError, UsageError
 from nbdist.finalisers import hand_over, this_thread
 from nbdist.rpc.calls.repeats import Draft, Repeats
@@ -29,6 +28,7 @@ from nbdist.wire import codec
 from nbdist.wire.devices import CPU_ONLY
 from nbdist.wire.messages import Call, Fork, Mode, Payload, Record
 from nbdist.wire.pickling import culprit
+from nbdist.wire.tensors import Slot
 
 
 class Sender:
@@ -114,38 +114,45 @@ class Sender:
         if target is not None:
             # Kept until the answer, even if the reference is released: the call may be repeated, or wait at the callee.
             call.hold = target.keep()
-        # 2. Encode it. Almost all calls take the short way: they have no autograd context, no reference as the target,
-        # and at most one small tensor.
-        context = self._recorder.current()
-        if context is None and target is None and to.name not in self._me.device_maps:
-            function, args, kwargs = body
-            peer = self._links.peer(to.incarnation) if type(function) is not str else None
-            known, lacking = (peer.definitions, peer.lacking) if peer is not None else ((), ())
-            space = self._spaces.get(to.incarnation)
-            usual = codec.encode_usual_call(function, args, kwargs, space, known, lacking)
-            if usual is not None:
-                if usual[0].definitions and type(outcome) is Latch:  # the caller waits: its arguments cannot change
-                    again = partial(self._encode, call, to, mode, builtin, body, None, None, by_value=True)
-                    call.again = partial(self._repeats.send, call, again)
-                self._send_usual(call, mode, builtin, *usual)
-                return
-        # 3. The general way. Register the call as pending before it is sent: the answer may arrive at once.
-        first: Draft | None = None
+        forker: MessageForker | None = None
+        slots: Sequence[Slot] = ()
         try:
-            first = self._encode(call, to, mode, builtin, body, target, context)
-            if call.definitions:
-                again = partial(self._encode, call, to, mode, builtin, body, target, context, by_value=True)
-                self._repeats.prepare(call, again)
+            # 2. Encode it. Almost all calls take the short way: they have no autograd context, no reference as the
+            # target, and at most one small tensor.
+            usual = None
+            context = self._recorder.current()
+            if context is None and target is None and to.name not in self._me.device_maps:
+                function, args, kwargs = body
+                peer = self._links.peer(to.incarnation) if type(function) is not str else None
+                known, lacking = (peer.definitions, peer.lacking) if peer is not None else ((), ())
+                space = self._spaces.get(to.incarnation)
+                usual = codec.encode_usual_call(function, args, kwargs, space, known, lacking)
+            if usual is not None:
+                payload, frames = usual
+                named: Sequence[tuple[str, str]] = payload.definitions
+            else:
+                payload, frames, forker, slots = self._encode(call, to, body, context)
+                named = call.definitions
+            # 3. Make the message, and prepare a second one in case the callee lacks a definition that this one names.
+            origin = self.origin() if self.origin is not None else ""
+            message = Call(call.id, mode, label, payload, builtin, result, call.target, origin, call.recording)
+            if named:
+                again = partial(self._encode, call, to, body, context, by_value=True)
+                if usual is None:
+                    self._repeats.prepare(call, message, again)
+                elif type(outcome) is Latch:  # the caller waits: its arguments cannot change
+                    call.again = partial(self._repeats.send, call, message, again)
+            # 4. Register the call as pending before it is sent: the answer may arrive at once.
             self._pending.add(call)
             if type(outcome) is Latch and outcome.on_send is not None:
                 outcome.on_send()
-            call.seq = self._links.post(call.to, first.message, first.frames, first.forker, first.slots)
+            call.seq = self._links.post(call.to, message, frames, forker, slots)
         except BaseException:  # Ctrl-C, a user's pickler, a callee that is gone
             # Undo everything: nobody will answer this call.
             self._pending.pop(call.id)
             self.expect_no_more()
-            if first is not None:
-                first.forker.take_back()
+            if forker is not None:
+                forker.take_back()
             call.drop_repeat()
             if call.recording is not None:
                 self._recorder.withdraw(call.recording)
@@ -169,36 +176,8 @@ class Sender:
         if told is not outcome:
             raise UsageError(_CANNOT_WAIT_HERE.format(label=label, to=to.name))
 
-    def _send_usual(self, call: Pending, mode: Mode, builtin: bool, payload: Payload, frames: Sequence[Buffer]) -> None:
-        """Send a call that needs no bookkeeping of references, recordings or definitions."""
-        origin = self.origin() if self.origin is not None else ""
-        message = Call(call.id, mode, call.function, payload, builtin, call.result, None, origin)
-        try:
-            # Register the call before it is sent: the answer may arrive at once.
-            self._pending.add(call)
-            outcome = call.outcome
-            if type(outcome) is Latch and outcome.on_send is not None:
-                outcome.on_send()
-            call.seq = self._links.post(call.to, message, frames)
-        except BaseException:  # also Ctrl-C: the call must not stay pending
-            self._pending.pop(call.id)
-            self.expect_no_more()
-            raise
-        self._links.note_call(call)
-
-    def _encode(
-        self,
-        call: Pending,
-        to: Record,
-        mode: Mode,
-        builtin: bool,
-        body: Any,
-        target: RRef[Any] | None,
-        context: Any,
-        *,
-        by_value: bool = False,
-    ) -> Draft:
-        """Encode a call and its arguments; return the message and its frames, which have not been sent.
+    def _encode(self, call: Pending, to: Record, body: Any, context: Any, *, by_value: bool = False) -> Draft:
+        """Encode a call's function and arguments; return the parts of the message, which has not been sent.
 
         ``by_value`` puts the definitions of ``__main__`` into the message. On an error, undoes the forks in the
         message.
@@ -226,19 +205,8 @@ class Sender:
                 call.recording = self._recorder.outgoing(context, to.incarnation, encoded.recorded, call.function)
             elif encoded.requires_grad and context is None and grad and not by_value:
                 self._recorder.warn(call.function, to.name)
-            message = Call(
-                call.id,
-                mode,
-                call.function,
-                encoded.payload,
-                builtin,
-                call.result,
-                target.id if target is not None else None,
-                self.origin() if self.origin is not None else "",
-                call.recording,
-            )
             forker.kept.append(call.hold)
-            return Draft(message, encoded.frames, forker, encoded.slots)
+            return Draft(encoded.payload, encoded.frames, forker, encoded.slots)
         except BaseException as error:  # a user's pickler may raise anything, also Ctrl-C
             forker.take_back()
             if isinstance(error, EncodeError):
