@@ -63,7 +63,7 @@ RULES := $(addprefix tests/test_,$(addsuffix .py,installed layers exported_names
 # The lowest torch that pyproject.toml allows.
 LOWEST = $(shell sed -n 's/.*"torch>=\([0-9.]*\)".*/\1/p' pyproject.toml)
 
-# In `make soak` the tests of messages run once more with every message encoded in the general way (nbdist/wire/usual.py).
+# In `make soak` the tests of messages run once more with every message encoded in the general way (nbdist/wire/quick.py).
 GENERAL_WAY := tests/rpc tests/wire tests/channel tests/conformance tests/autograd/test_protocol.py
 
 SOURCES := $(shell find nbdist -name __pycache__ -prune -o -type f -print 2>/dev/null | LC_ALL=C sort)

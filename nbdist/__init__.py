@@ -150,7 +150,7 @@ LAYERS: dict[str, int] = {
 
 ROOMS: dict[str, str] = {
     "gpus": "order pinned side_streams spans staging support",
-    "wire": "devices history messages tensors encoded peer pickling quick few_tensors encoding usual decoding codec",
+    "wire": "devices history messages tensors encoded peer pickling quick encoding decoding codec",
     "channel": (
         "contract faulty gate inprocess machine assembly framing local_link resources process_watch secret "
         "locked_directory locked_file shared_memory spinning zeromq_links large_inbox zeromq entrance local"

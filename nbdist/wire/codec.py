@@ -4,12 +4,11 @@
 module         subject
 =============  =======================================================================================
 `encoding`     any value to frames, in the cheapest way that can carry it
-`usual`        the usual call and the usual result to frames, in one function each
 `decoding`     frames to the value, in the reading thread or later
-`quick`        values of atoms, tensors and references: a pickle of the atoms, with holes
-`few_tensors`  values of tensors and atoms in containers: a pickler that looks for tensors only
+`quick`        values of atoms, tensors and references: a pickle of the atoms, with holes; the usual call
+               and the usual result, in one function each
 `pickler`      any other value: exceptions, modules, TorchScript, definitions of ``__main__``, references
-`unpickler`    reads what the two picklers have written (this and the following in `nbdist.wire.pickling`)
+`unpickler`    reads what picklers have written (this and the following in `nbdist.wire.pickling`)
 `stand_ins`    the objects in a pickled body that are written as names only
 `definitions`  the functions and classes of ``__main__``: their names and digests
 `registered`   the types and reducers that higher layers register with the codec
@@ -24,7 +23,7 @@ from __future__ import annotations
 from nbdist.wire.decoding import NOT_DECODED, decode, decode_early, decodes_quickly
 from nbdist.wire.encoded import Encoded
 from nbdist.wire.encoding import encode
-from nbdist.wire.usual import encode_usual_call, encode_usual_result
+from nbdist.wire.quick import encode_usual_call, encode_usual_result
 
 __all__ = [
     "NOT_DECODED",

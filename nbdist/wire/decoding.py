@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from nbdist.errors import DecodeError, NbdistError
-from nbdist.wire import quick, usual
+from nbdist.wire import quick
 from nbdist.wire.history import Attach, with_history
 from nbdist.wire.messages import Payload, TensorMeta
 from nbdist.wire.pickling import culprit
@@ -51,7 +51,7 @@ NOT_DECODED = object()  # the result of `decode_early` for a value that a job mu
 
 def decode_early(payload: Payload, frames: Sequence[bytes], references: Sequence[Any] = ()) -> Any:
     """Return the value in ``frames`` if the reading thread may decode it (`decodes_quickly`), else `NOT_DECODED`."""
-    if not payload.plain or not usual.IS_ON:
+    if not payload.plain or not quick.USUAL_IS_ON:
         return NOT_DECODED
     try:
         if not payload.places and sum(map(len, frames)) < _QUICK_BYTES:

@@ -8,11 +8,15 @@ becomes a *hole*. The rest are atoms, which one call of C pickle encodes. In the
     ("module:f", (1, tensor, rref), {"scale": 2})             the value
     ("module:f", [1, None, None, 2], ("scale",))              the body, a pickle of atoms
     [(1, TENSOR, 0), (2, REFERENCE, 0)]                       the holes: place, kind, which one of that kind
+
+The usual call and the usual result, with at most one small tensor, are encoded in one function each.
 """
 
 from __future__ import annotations
 
+import os
 import pickle
+import types
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
@@ -20,21 +24,26 @@ import torch
 
 from nbdist.errors import DecodeError, EncodeError
 from nbdist.wire.devices import Devices
-from nbdist.wire.encoded import Encoded
+from nbdist.wire.encoded import NO_TENSORS, Encoded
 from nbdist.wire.history import Attach, with_history
 from nbdist.wire.messages import Fork, Hole, Payload
+from nbdist.wire.pickling import definitions
 from nbdist.wire.pickling.registered import Forker, reference_types
 from nbdist.wire.tensors import Buffer, Lent, Space, TensorPacker, is_packable, pack_alone, unpack_alone, unpack_tensors
 
 # The types that plain pickle carries, and that cannot refer to anything else.
 ATOMS = frozenset({type(None), bool, int, float, str, bytes})
-_MOST_ITEMS = 64  # the most items of a value that `form_of` looks at
-
+MOST_ITEMS = 64  # of a value or of a container in it; one with more is left to the general way
 
 # The forms of values. `Payload.form` is one of them if the body has holes, else 0.
 PLAIN, WHOLE, TUPLE, LIST, CALL, OTHER = range(6)
 
 TENSOR, RECORDED, REFERENCE = 0, 1, 2  # the kinds of objects that belong in a hole
+_WHOLE_TENSOR: Hole = (0, TENSOR, 0)  # the hole of a value that is one tensor
+
+# ``NBDIST_USUAL=0`` turns `encode_usual_call`, `encode_usual_result` and `nbdist.wire.decoding.decode_early` off: tests
+# use it to show that the general way gives the same results.
+USUAL_IS_ON = os.environ.get("NBDIST_USUAL") != "0"
 
 
 def form_of(value: Any, references: Collection[type]) -> int:
@@ -62,7 +71,7 @@ def form_of(value: Any, references: Collection[type]) -> int:
         items, form = value, TUPLE if kind is tuple else LIST
     else:
         return WHOLE if kind in references or is_packable(value) else OTHER
-    if len(items) > _MOST_ITEMS:
+    if len(items) > MOST_ITEMS:
         return OTHER
     found = PLAIN
     for item in items:
@@ -156,6 +165,70 @@ def encode(
     metas, where, frames = packer.pack()
     payload = Payload(where, metas, forks, recorded=recorded_at, places=packer.places, form=form, holes=holes)
     return Encoded(payload, [body, *frames], recorded, requires_grad, packer.slots)
+
+
+def encode_usual_call(
+    function: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    space: Space | None,
+    known: Collection[str] = (),
+    lacking: Collection[str] = (),
+) -> tuple[Payload, list[Buffer]] | None:
+    """Return the payload and frames of a usual call: atoms and at most one small tensor. None if it needs `encode`.
+
+    The tensor is a positional argument, does not require grad, and is too small for shared memory (``space``).
+    ``function`` is a name, or a function of ``__main__`` whose digest is ``known`` to the receiver, and not ``lacking``
+    there.
+    """
+    # For a call by name with up to 64 arguments, the bytes must be those of `encode` (`tests/wire/test_codec.py`).
+    if not USUAL_IS_ON:
+        return None
+    name, needed = function, list[tuple[str, str]]()
+    if type(function) is not str:
+        if type(function) is not types.FunctionType or not known:
+            return None
+        own = definitions.name_and_digest(function)
+        if own is None or own[1] not in known or own[1] in lacking:
+            return None
+        name, needed = None, [own]  # the body has None in the function's place, and the payload names it
+    # Find the one argument that is not an atom, if there is one.
+    tensor, place = None, 0
+    for at, value in enumerate(args):
+        if type(value) not in ATOMS:
+            if tensor is not None or type(value) is not torch.Tensor:
+                return None
+            tensor, place = value, at
+    for value in kwargs.values():
+        if type(value) not in ATOMS:
+            return None
+    if tensor is None:
+        payload = Payload(definitions=needed) if needed else NO_TENSORS
+        return payload, [pickle.dumps((name, args, kwargs), 5)]
+    if tensor.requires_grad or (alone := pack_alone(tensor, False, space)) is None:
+        return None
+    # Take the tensor out, and leave a hole in its place.
+    meta, data = alone
+    rest = [*args, *kwargs.values()]
+    rest[place] = None
+    holes = [(place, TENSOR, 0)]
+    payload = Payload([(0, 0, len(data))], [meta], definitions=needed, form=CALL, holes=holes)
+    return payload, [pickle.dumps((name, rest, tuple(kwargs)), 5), data]
+
+
+def encode_usual_result(value: Any, space: Space | None) -> tuple[Payload, list[Buffer]] | None:
+    """Return the payload and frames of a usual result: an atom or one small tensor. None if it needs `encode`.
+
+    The tensor does not require grad, and is too small for shared memory (``space``).
+    """
+    if not USUAL_IS_ON:
+        return None
+    if type(value) in ATOMS:
+        return NO_TENSORS, [pickle.dumps(value, 5)]
+    if type(value) is not torch.Tensor or value.requires_grad or (alone := pack_alone(value, False, space)) is None:
+        return None
+    meta, data = alone
+    return Payload([(0, 0, len(data))], [meta], form=WHOLE, holes=[_WHOLE_TENSOR]), [b"", data]
 
 
 def decode(

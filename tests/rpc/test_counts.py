@@ -15,10 +15,10 @@ import pytest
 import torch
 from python_path import python_path
 
-from nbdist.wire import usual
+from nbdist.wire import quick
 
 pytestmark = pytest.mark.skipif(
-    sys.version_info[:2] != (3, 11) or not torch.__version__.startswith("2.13.") or not usual.IS_ON,
+    sys.version_info[:2] != (3, 11) or not torch.__version__.startswith("2.13.") or not quick.USUAL_IS_ON,
     reason="the counts are those of the short way on Python 3.11 and torch 2.13, whose own functions count too",
 )
 

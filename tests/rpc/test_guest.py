@@ -22,7 +22,7 @@ from nbdist.errors import EncodeError, RpcTimeout, WorkerLost
 from nbdist.rpc.calls.waiting_reader import WaitingReader
 from nbdist.rpc.latch import Latch
 from nbdist.testing import World
-from nbdist.wire import usual
+from nbdist.wire import quick
 from nbdist.wire.messages import Cast, Payload
 
 
@@ -360,7 +360,7 @@ def brisk(monkeypatch):
         WORLD.clear()
 
 
-@pytest.mark.skipif(not usual.IS_ON, reason="NBDIST_USUAL=0: a guest leaves each answer to the pool, and rests")
+@pytest.mark.skipif(not quick.USUAL_IS_ON, reason="NBDIST_USUAL=0: a guest leaves each answer to the pool, and rests")
 def test_the_gate_is_shut_while_the_caller_looks_and_open_afterwards(brisk, monkeypatch):
     monkeypatch.setattr(local, "POLL_SECONDS", 10.0)  # it looks until the answer is there, however long that takes
     rpc.rpc_sync("worker1", note_owner)

@@ -12,7 +12,7 @@ from mains import CHANGES, FUNCTIONS
 import nbdist
 from nbdist import rpc
 from nbdist.rpc.api import current_agent
-from nbdist.wire import codec, usual
+from nbdist.wire import codec, quick
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +57,7 @@ def warm_up(main, name, encoded_generally):
     assert [call(function, 0) for _ in range(2)] == [1, 1]
     encoded_generally.clear()
     assert call(function, 0) == 1
-    assert not encoded_generally or not usual.IS_ON
+    assert not encoded_generally or not quick.USUAL_IS_ON
 
 
 def test_the_second_call_goes_by_name_without_a_pickler(main, encoded_generally):
@@ -66,7 +66,7 @@ def test_the_second_call_goes_by_name_without_a_pickler(main, encoded_generally)
     assert call(main.default, tensor, 2).tolist() == [3, 3]
     assert rpc.rpc_async("worker1", main.default, args=(4,), kwargs={"y": 5}).wait() == 9
     rref = rpc.remote("worker1", main.default, args=(tensor,))
-    assert not encoded_generally or not usual.IS_ON
+    assert not encoded_generally or not quick.USUAL_IS_ON
     assert rref.to_here().tolist() == [2, 2]
 
 

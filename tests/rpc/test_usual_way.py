@@ -9,9 +9,9 @@ import pytest
 import workers
 
 from nbdist import rpc
-from nbdist.wire import usual
+from nbdist.wire import quick
 
-pytestmark = pytest.mark.skipif(not usual.IS_ON, reason="NBDIST_USUAL=0: no call takes the short way")
+pytestmark = pytest.mark.skipif(not quick.USUAL_IS_ON, reason="NBDIST_USUAL=0: no call takes the short way")
 
 CALLS = workers.CALLS
 PATH = [*sys.path, os.path.dirname(workers.__file__)]

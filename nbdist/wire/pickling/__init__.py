@@ -1,4 +1,4 @@
-"""Pickles the values that the quick ways (`nbdist.wire.quick`, `nbdist.wire.usual`) cannot encode, and rebuilds them.
+"""Pickles the values that the quick way (`nbdist.wire.quick`) cannot encode, and rebuilds them.
 
 ===============  ==========================================================
 `names`          names functions and classes of modules for other processes
@@ -10,6 +10,6 @@
 `large_globals`  warns about large globals that travel with functions
 `classes`        rebuilds classes that came by value
 `pickler`        pickles any value
-`unpickler`      rebuilds what `pickler` and `nbdist.wire.few_tensors` have pickled
+`unpickler`      rebuilds what `pickler` and `nbdist.wire.encoding` have pickled
 ===============  ==========================================================
 """

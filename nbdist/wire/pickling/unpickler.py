@@ -1,4 +1,4 @@
-"""Rebuilds the values that `nbdist.wire.pickling.pickler` and `nbdist.wire.few_tensors` have pickled."""
+"""Rebuilds the values that `nbdist.wire.pickling.pickler` and `nbdist.wire.encoding` have pickled."""
 
 from __future__ import annotations
 
