@@ -42,8 +42,9 @@ this_thread = _PerThread()
 It does so with ``try`` and ``finally`` in its own function: Ctrl-C could keep a context manager from restoring it.
 """
 
-# The guarded locks, all of them reentrant, which other threads need to make progress.
-_locks: weakref.WeakSet[Any] = weakref.WeakSet()
+# The guarded locks, all of them reentrant, which other threads need to make progress. Not a WeakSet: a thread that adds
+# to one ends another thread's iteration with an error. `list` copies the keys of a dict in one operation.
+_locks: dict[weakref.ref[Any], None] = {}
 
 
 def guard(lock: Any) -> Callable[[], bool]:
@@ -52,7 +53,7 @@ def guard(lock: Any) -> Callable[[], bool]:
     `may_wait` is False in a thread that holds the lock. The lock stays registered until it is collected; a second call
     changes nothing.
     """
-    _locks.add(lock)
+    _locks[weakref.ref(lock, _locks.pop)] = None
     is_held: Callable[[], bool] = lock._is_owned
     return is_held
 
@@ -63,7 +64,9 @@ def may_wait() -> bool:
     Code that is about to wait calls this first. If the result is False, it raises UsageError or hands the work over to
     another thread.
     """
-    return not this_thread.is_closed and not any(lock._is_owned() for lock in list(_locks))
+    return not this_thread.is_closed and not any(
+        lock._is_owned() for each in list(_locks) if (lock := each()) is not None
+    )
 
 
 class _Jobs:

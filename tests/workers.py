@@ -262,6 +262,24 @@ def fail(message: str) -> None:
     raise ValueError(message)
 
 
+class Untold(Exception):
+    """Its text cannot be had."""
+
+    def __str__(self) -> str:
+        raise SystemExit
+
+
+class Uncopied(Untold):
+    """Nor can it be pickled."""
+
+    def __reduce__(self) -> Any:
+        raise SystemExit
+
+
+def raise_one(cls: type[BaseException]) -> None:
+    raise cls
+
+
 class Odd(Exception):
     """Its constructor does not take its args."""
 

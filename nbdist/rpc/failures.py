@@ -61,17 +61,20 @@ def describe(error: BaseException, worker: str, function: str) -> Failure:
     travels = None
     # Not SystemExit and KeyboardInterrupt, which must not end the caller's process.
     if isinstance(error, Exception):
-        with contextlib.suppress(NbdistError):  # it cannot be pickled: its name and text travel
+        # Not only EncodeError: an error whose class raises SystemExit while it is pickled must be an answer, too
+        # (test_an_error_whose_class_raises_whatever_is_asked_of_it_is_an_answer). Then its name and text travel.
+        with contextlib.suppress(BaseException):
             encoded = codec.encode(error, by_value=True)
             travels = msgspec.msgpack.encode(encoded.payload), [bytes(frame) for frame in encoded.frames]
-    return name, _text(error), note.rstrip(), travels
+    return name, text_of_error(error), note.rstrip(), travels
 
 
-def _text(error: BaseException) -> str:
+def text_of_error(error: BaseException) -> str:
+    """Return ``str(error)``; if that raises anything, even SystemExit, return a text that says what it raised."""
     try:
         return str(error)
-    except Exception as failed:  # a user's `__str__` may raise anything
-        return f"(its __str__ raised {failed!r})"
+    except BaseException as failed:  # without the repr of `failed`, which may raise as well
+        return f"(its __str__ raised {type(failed).__name__})"
 
 
 def _user_traceback(error: BaseException) -> str:

@@ -37,6 +37,7 @@ import torch
 
 from nbdist.code_places import is_torchs
 from nbdist.gpus.spans import CUDA_IS_BUILT
+from nbdist.rpc.failures import text_of_error
 from nbdist.rpc.promise import Promise
 
 T = TypeVar("T")
@@ -185,10 +186,7 @@ class _Failure:
 
     def __init__(self, result: WeakMethod[Callable[[], Any]], error: BaseException) -> None:
         self._result = result  # weak: see the head of this module
-        try:
-            self._text = f"{type(error).__qualname__}: {error}"
-        except Exception:  # the __str__ of a user's class may fail
-            self._text = type(error).__qualname__
+        self._text = f"{type(error).__qualname__}: {text_of_error(error)}"
 
     def throw(self) -> None:
         """Raise the error, or, if the future is gone, a RuntimeError with the error's text."""

@@ -239,6 +239,18 @@ def test_errors_arrive_as_themselves(others):
     assert "worker1" in text
 
 
+@pytest.mark.parametrize(("cls", "arrives"), [(workers.Untold, workers.Untold), (workers.Uncopied, nbdist.RemoteError)])
+def test_an_error_whose_class_raises_whatever_is_asked_of_it_is_an_answer(others, cls, arrives):
+    with pytest.raises(arrives):
+        rpc.rpc_sync("worker1", workers.raise_one, args=(cls,), timeout=5)
+    with pytest.raises(arrives):
+        rpc.rpc_async("worker1", workers.raise_one, args=(cls,), timeout=5).wait()
+    rref = rpc.remote("worker1", workers.raise_one, args=(cls,), timeout=5)
+    with pytest.raises(arrives):
+        rref.to_here(timeout=5)
+    assert rref.state.error == "(its __str__ raised SystemExit)"
+
+
 def test_an_error_whose_class_exists_on_one_side_only(others):
     def fail_locally() -> None:
         import types

@@ -6,6 +6,7 @@ import gc
 import random
 import signal
 import socket
+import sys
 import threading
 
 import pytest
@@ -13,7 +14,7 @@ import torch
 import workers
 
 from nbdist import autograd as dist_autograd
-from nbdist import rpc
+from nbdist import finalisers, rpc
 from nbdist.autograd.passes import contexts
 from nbdist.channel.shared_memory.blocks import Blocks
 from nbdist.channel.shared_memory.leases import Leases
@@ -176,6 +177,24 @@ def test_a_signals_handler_may_call_at_any_moment(channel, alarm):
         signal.setitimer(signal.ITIMER_REAL, 0)
         made = len(Finaliser.outcomes) + len(Finaliser.errors)
         workers.eventually_is(made, lambda: len(workers.counted["finaliser"]))
+
+
+def test_a_lock_may_be_guarded_while_a_thread_asks_if_it_may_wait():
+    locks = []
+
+    def guard_another(*_):
+        locks.append(threading.RLock())
+        finalisers.guard(locks[-1])
+
+    sys.setprofile(guard_another)  # at each call and return, as another thread could
+    try:
+        may_wait = finalisers.may_wait()
+    finally:
+        sys.setprofile(None)
+    assert may_wait
+    with locks[0]:
+        assert not finalisers.may_wait()
+    assert finalisers.may_wait()
 
 
 def test_a_finaliser_may_open_a_context_while_one_is_made(monkeypatch):

@@ -9,6 +9,7 @@ import weakref
 
 import pytest
 import torch
+import workers
 
 from nbdist import RpcTimeout, rpc
 from nbdist.rpc import wait_all
@@ -70,6 +71,13 @@ def test_an_error_comes_out_as_it_went_in():
             ask()
         assert info.value is error
     assert future.exception() is error
+
+
+def test_an_error_without_a_text_ends_a_wait():
+    future = Future()
+    future.set_exception(workers.Untold())
+    with pytest.raises(workers.Untold):
+        future.wait(timeout=5)
 
 
 def test_what_is_set_stays_set():

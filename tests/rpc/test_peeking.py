@@ -121,6 +121,14 @@ def test_a_value_that_cannot_be_told():
     assert look(Odd(), "w").text == "its repr() raises ValueError: not today"
 
 
+def test_a_value_that_cannot_be_counted():
+    class Odd(collections.UserDict):
+        def __len__(self):
+            raise ValueError("not today")
+
+    assert repr(look(Odd(a=1), "w")) == f"{Odd.__qualname__} on w\n  {{'a': 1}}"
+
+
 def test_a_histogram_is_drawn():
     assert str(Histogram(0.0, 1.0, [0, 4, 8, 1])) == "0  ▄█▁ 1"
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from nbdist.rpc.failures import text_of_error
 from nbdist.rpc.references import inert
 from nbdist.torch_private import no_torch_function
 from nbdist.wire.messages import State
@@ -16,10 +17,7 @@ from nbdist.wire.messages import State
 def describe_error(error: BaseException) -> State:
     """Return the description of a value that could not be made, because of ``error``."""
     cls = type(error)
-    try:
-        return State(cls.__module__, cls.__qualname__, error=str(error))
-    except Exception:  # a user's `__str__` may raise anything
-        return State(cls.__module__, cls.__qualname__, error="its __str__ failed")
+    return State(cls.__module__, cls.__qualname__, error=text_of_error(error))
 
 
 def error_line(name: str, text: str) -> str:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import reprlib
-from collections.abc import Iterator, Mapping, Sequence, Sized
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -103,7 +104,10 @@ def look(value: Any, owner: str) -> Peek:
         except Exception as error:  # from the user's class; a proxy for a module on another worker refuses
             return Peek(kind, owner, text=f"{type(error).__name__}: {error}")
         return Peek(kind, owner, parameters=found, text="" if found else "no parameters")
-    length = len(value) if isinstance(value, Sized) and isinstance(value, Mapping | Sequence | set) else None
+    length = None
+    if isinstance(value, Mapping | Sequence | set):
+        with contextlib.suppress(Exception):  # from the user's class
+            length = len(value)
     return Peek(kind, owner, text=_short_repr(value), length=length)
 
 
