@@ -38,7 +38,7 @@ OTHERS = {
     "comm._reply_subshell_for",
     "linecache._ipython_cache",
     "lock._is_owned",
-    "op._asdict",
+    "ran._asdict",
     "ray.experimental.internal_kv._internal_kv_get",
     "os._exit",
     "threading._shutdown",
