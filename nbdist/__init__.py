@@ -14,7 +14,8 @@ layer  modules                      contents
        large_memory                 memory for large data, in large pages
        torch_private                the private names of torch that nbdist uses, in one table
        code_places                  whose code a file holds: the user's, nbdist's, torch's, Python's
-       thread_frames                where the threads of this process stand
+       code_lines                   a line at which a thread stands, in words
+       thread_frames                the frames and lines of this process's threads
        amounts columns              bytes, seconds and counts in words; aligned rows of text
        gpus                         copies between GPUs and the host's memory; times on GPUs
 1      wire                         messages, their encoding, the protocol between two agents: all pure
@@ -117,6 +118,7 @@ if "t" in sys.abiflags:
 
 LAYERS: dict[str, int] = {
     "amounts": 0,
+    "code_lines": 0,
     "code_places": 0,
     "columns": 0,
     "durations": 0,

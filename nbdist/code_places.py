@@ -36,8 +36,9 @@ _PACKAGES = tuple(f"{sysconfig.get_paths()[name]}/" for name in ("purelib", "pla
 # ipykernel compiles a cell under a digest of its code, in a directory of the process.
 _CELL = re.compile(r"/ipykernel_\d+/\d+\.py$")
 CELLS: dict[str, int] = {}
-"""The numbers of cells, by the names of their files: of cells that this process has compiled, and of functions that it
-was sent. If the same text has run twice, the last number counts. `nbdist.cluster.jupyter.labels` fills the table.
+"""The numbers of cells, by the names of their files: of cells that this process has compiled, of functions that it was
+sent, and, in the notebook, of cells whose frames a worker has told. If the same text has run twice, the last number
+counts. `nbdist.cluster.jupyter.labels` fills the table.
 """
 
 

@@ -7,6 +7,8 @@ import sys
 from collections.abc import Iterator
 from types import FrameType
 
+from nbdist.code_lines import CodeLine
+
 
 def thread_frames() -> dict[int, FrameType]:
     """Return the innermost frame of each thread of Python, by the thread's ident."""
@@ -35,3 +37,8 @@ def outwards(frame: FrameType | None) -> Iterator[FrameType]:
 def line_number(frame: FrameType) -> int:
     """Return the line that a frame is in; its function's first, where it is in none, as while it unwinds."""
     return frame.f_lineno or frame.f_code.co_firstlineno
+
+
+def lines_of(frame: FrameType | None) -> Iterator[CodeLine]:
+    """Yield the lines that a frame, its caller's, and so on are in; nothing for None."""
+    return (CodeLine(each.f_code.co_filename, line_number(each), each.f_code.co_name) for each in outwards(frame))

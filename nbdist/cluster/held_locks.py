@@ -12,8 +12,9 @@ from collections.abc import Mapping
 from types import FrameType, MemberDescriptorType
 from typing import Any
 
-from nbdist.code_places import is_users, shown_name
-from nbdist.thread_frames import line_number, outwards
+from nbdist.code_lines import users_lines
+from nbdist.code_places import is_users
+from nbdist.thread_frames import line_number, lines_of, outwards
 
 _TAKES = re.compile(r"\bwith\s+(.+?)\s*:|([\w.\[\]'\"]+)\.acquire\(")
 """A line that takes a lock."""
@@ -43,8 +44,7 @@ def say_lock(thread: int, threads: Mapping[int, FrameType]) -> str:
     if holder == thread:
         return f"{said}, which it holds itself"
     names = {each.ident: each.name for each in threading.enumerate()}
-    innermost = next((each for each in outwards(threads.get(holder)) if is_users(_file(each))), None)
-    at = f" at {shown_name(_file(innermost))}:{line_number(innermost)}" if innermost is not None else ""
+    at = next((f" at {line.place}" for line in users_lines(lines_of(threads.get(holder)))), "")
     return f"{said}, which {names.get(holder, 'a thread that has ended')} holds{at}"
 
 

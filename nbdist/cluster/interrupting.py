@@ -31,9 +31,9 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from nbdist.cluster.jupyter.labels import is_cell
-from nbdist.cluster.processes import where
+from nbdist.cluster.jupyter.labels import is_cell, read_frames
 from nbdist.cluster.processes.probe import ANSWER_WITHIN
+from nbdist.code_lines import CodeLine
 from nbdist.errors import NbdistError
 from nbdist.rpc.agent import Agent, active_agent
 from nbdist.rpc.asking import ask_each
@@ -221,11 +221,11 @@ class Interrupts:
             f"`%dist_restart {name}` kills it and starts it again"
         )
 
-    async def _main_frames(self, worker: str) -> list[where.Frame]:
+    async def _main_frames(self, worker: str) -> list[CodeLine]:
         """Return the frames of a worker's main thread, innermost first; [] if its host has none within a second."""
         with contextlib.suppress(Exception):  # the worker ends, or its host cannot be reached
             seen = await asyncio.wait_for(asyncio.wrap_future(self._launcher.probe(worker)), 1.0)
-            return where.read_frames(seen.frames)
+            return read_frames(seen.frames)
         return []
 
 
@@ -242,19 +242,18 @@ async def _wait_until(happened: Callable[[], bool], deadline: float) -> None:
         await asyncio.sleep(_POLL)
 
 
-def _formats_traceback(frames: Sequence[where.Frame]) -> bool:
+def _formats_traceback(frames: Sequence[CodeLine]) -> bool:
     # To show it, or to keep it with the cell.
     return any(frame.function in _TRACEBACK_FORMATTERS and "/IPython/core/" in frame.file for frame in frames)
 
 
-def _say_place(frames: Sequence[where.Frame], cell: Cell) -> str:
+def _say_place(frames: Sequence[CodeLine], cell: Cell) -> str:
     """Return in words, to end a sentence, the innermost of these frames, and the line of the cell that called it."""
     if not frames:
         return ""
     inner = frames[0]
-    of_cell = next((frame.line for frame in frames if is_cell(frame.file, cell.source)), None)
+    of_cell = next((frame.number for frame in frames if is_cell(frame.file, cell.source)), None)
     called = f", called by line {of_cell} of its cell" if of_cell else ""
     if is_cell(inner.file, cell.source):
-        return f" (it is in line {inner.line} of its cell)"
-    of = "an earlier cell" if inner.in_cell else inner.file
-    return f" (it is in {inner.function}, line {inner.line} of {of}{called})"
+        return f" (it is in line {inner.number} of its cell)"
+    return f" (it is in {inner.function_and_line}{called})"

@@ -32,7 +32,7 @@ from typing import Any
 from nbdist.amounts import plural
 from nbdist.cluster.collation import Collation
 from nbdist.cluster.jupyter.kernel_connection import KernelThread
-from nbdist.cluster.jupyter.labels import sent_cell
+from nbdist.cluster.jupyter.labels import read_frames
 from nbdist.cluster.kernels.cells import Cell, CellPart
 from nbdist.cluster.kernels.sightings import Sighting
 from nbdist.cluster.kernels.workers import Worker
@@ -40,10 +40,9 @@ from nbdist.cluster.output.arranger import say_names
 from nbdist.cluster.output.in_place import InPlace
 from nbdist.cluster.partings import Parting
 from nbdist.cluster.processes.probe import Probe, is_stopped
-from nbdist.cluster.processes.where import Frame, read_frames
 from nbdist.cluster.stands import Position, Stands
 from nbdist.cluster.team import Team
-from nbdist.code_places import is_users, shown_name
+from nbdist.code_lines import users_lines
 from nbdist.errors import NbdistError
 from nbdist.rpc.agent import Agent
 
@@ -130,7 +129,7 @@ class Lookout:
                 held[part.worker] = why
         for worker, answer in self._probes.items():
             if answer.done() and (frames := answer.result().frames):
-                self._stands.told(worker, _place_of(read_frames(frames)))
+                self._stands.told(worker, next((line.place for line in users_lines(read_frames(frames))), ""))
         told = self._collation.ask() if in_collective else {}
         self._loop.call_later(_ANSWER_WITHIN if told else 0, self._show, held, told)
 
@@ -170,13 +169,3 @@ class Lookout:
 
     def _running(self) -> list[CellPart]:
         return [part for part in self._cell.parts.values() if not part.done]
-
-
-def _place_of(frames: Sequence[Frame]) -> str:
-    """Return the innermost line of the user's code among frames, such as ``In[3]:2``; "" if there is none."""
-    for frame in frames:
-        if (sent := sent_cell(frame.file)) is not None:
-            return f"In[{sent[0]}]:{frame.line}"
-        if frame.in_cell or is_users(frame.file):
-            return f"{shown_name(frame.file)}:{frame.line}"
-    return ""

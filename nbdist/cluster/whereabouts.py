@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import linecache
 import threading
 import time
-from collections.abc import Sequence
+import traceback
+from collections.abc import Iterable
 from types import FrameType, TracebackType
 
 from nbdist.cluster.stands import Position
-from nbdist.code_places import TORCH, is_nbdists, is_torchs, is_users, shown_name
+from nbdist.code_lines import CodeLine
+from nbdist.code_places import TORCH, is_nbdists, is_torchs, is_users
 from nbdist.thread_frames import line_number, outwards, thread_frames
-
-_SHOWN = 60
-"""The most characters of a line of code that are shown."""
 
 _COLLECTIVE_WRAPPER = f"{TORCH}distributed/c10d_logger.py"
 """The file with torch's wrapper around each collective, which is often the innermost frame of an interrupted one."""
@@ -45,20 +43,16 @@ def say_place(innermost: FrameType | None) -> tuple[str, str] | None:
 
     ``innermost`` is a thread's innermost frame. Returns None if the thread runs no user code.
     """
+    # All frames at once: those of a thread that runs on have no caller any more.
     return _find([(frame, line_number(frame)) for frame in outwards(innermost)])
 
 
 def say_where(tb: TracebackType | None) -> str:
     """Return the call and the line of user code at which an error with this traceback arose, in words; may be empty."""
-    frames = []
-    while tb is not None:
-        frames.append((tb.tb_frame, tb.tb_lineno))
-        tb = tb.tb_next
-    found = _find(frames[::-1])
-    return f"{found[0]}, {found[1]}" if found is not None else ""
+    return ", ".join(_find(reversed(list(traceback.walk_tb(tb)))) or ())
 
 
-def _find(frames: Sequence[tuple[FrameType, int]]) -> tuple[str, str] | None:
+def _find(frames: Iterable[tuple[FrameType, int]]) -> tuple[str, str] | None:
     """Return the call and the place of the user's code, as `say_place` does, from frames and line numbers.
 
     Returns None if there is no frame of the user's. ``frames`` begins with the innermost. Between the wait and the
@@ -69,7 +63,8 @@ def _find(frames: Sequence[tuple[FrameType, int]]) -> tuple[str, str] | None:
     for frame, number in frames:
         file = frame.f_code.co_filename
         if is_users(file):
-            return called or linecache.getline(file, number).strip()[:_SHOWN], f"{shown_name(file)}:{number}"
+            line = CodeLine(file, number, frame.f_code.co_name)
+            return called or line.text, line.place
         if file == _COLLECTIVE_WRAPPER:
             inside = frame.f_locals
             collective = inside.get("func_name") or getattr(inside.get("func"), "__name__", "")

@@ -128,6 +128,17 @@ def test_what_does_not_give_way_is_named_with_where_it_is(two):
     assert two.run("%%remote 1\nprint('back')").stdout == "back\n"
 
 
+def test_a_function_of_an_earlier_cell_that_does_not_give_way_is_named_with_that_cell(two):
+    earlier = two.run("%%remote 1\ndef keep(): sum(range(10**10))")
+    cell = two.send(f"%%remote 1\n{STARTED}keep()")
+    two.until(lambda: "started" in cell.stdout)
+    time.sleep(1)  # in the C call
+    two.interrupt()
+    two.finish(cell)
+    assert f"(it is in keep, line 2 of {earlier.name}, called by line 3 of its cell)" in cell.traceback
+    two.run("%dist_restart worker1")
+
+
 def test_a_backward_pass_that_does_not_give_way_is_named_at_torchs_line(two):
     code = "y = torch.ones(1, requires_grad=True)\ny.register_hook(__import__('functools').partial(sum, range(10**10)))"
     cell = two.send(f"%%remote 1\n{STARTED}{code}\n(y * 2).backward()")

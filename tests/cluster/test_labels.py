@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import linecache
+from pathlib import Path
 
 import pytest
+from ipykernel.compiler import get_file_name
 
 from nbdist.cluster.jupyter import labels
+from nbdist.code_lines import users_lines
+from nbdist.code_places import CELLS
 
 CELL = "/tmp/ipykernel_17/123.py"
 OTHER = "<ipython-input-4-0a1b2c3d4e5f>"
@@ -154,4 +158,28 @@ def test_indented_tracebacks_are_renamed_too(known):
     text = f'raised on worker1, in f:\n      File "{CELL}", line 1, in f\n        x\n    NameError: x'
     assert labels.rename_frames(text, "worker1") == (
         "raised on worker1, in f:\n      Cell In[3] on worker1, line 1, in f\n        x\n    NameError: x"
+    )
+
+
+def test_frames_that_a_worker_has_written_are_named_by_the_cells_that_it_was_sent(monkeypatch):
+    code = "\ndef wait():\n    lock.acquire()\nwait()"
+    sent, unknown = f"/tmp/ipykernel_17/{Path(get_file_name(code)).name}", "/tmp/ipykernel_17/456.py"
+    for table in (CELLS, linecache.cache):  # as they were, after the test
+        monkeypatch.setitem(table, sent, None)
+        monkeypatch.delitem(table, sent)
+    labels.note_sent(code, 7)
+    text = (
+        "Current thread 0x00007f00 (most recent call first):\n"
+        f'  File "{labels.__file__}", line 1 in install\n'
+        f'  File "{sent}", line 3 in wait\n  File "{sent}", line 4 in <module>\n'
+        f'  File "{linecache.__file__}", line 9 in getline\n  File "{unknown}", line 2 in <module>\n'
+    )
+    frames = labels.read_frames(text)
+    assert [each.function for each in frames] == ["wait", "<module>", "getline", "<module>"]
+    assert frames[0].function_and_line == "wait, line 3 of In[7]"
+    assert frames[2].function_and_line == f"getline, line 9 of {linecache.__file__}"
+    assert list(map(str, users_lines(frames))) == ["In[7]:3 in wait: lock.acquire()", "In[7]:4: wait()", "cell:2"]
+    assert [each.place for each in users_lines(frames)] == ["In[7]:3", "In[7]:4", "cell:2"]
+    assert labels.rename_cell_frames(f'File "{sent}", line 3 in wait', "worker1") == (
+        "Cell In[7] on worker1, line 3 in wait"
     )

@@ -73,7 +73,7 @@ def test_a_worker_that_keeps_the_gil_is_seen_from_outside(notebook):
     until(
         notebook,
         rf"worker1: MainThread, while a thread holds the GIL; the others are not seen\n"
-        rf"    {at}:4: ctypes[^\n]*\n    {at}:5",
+        rf"    {at}:4 in keep: ctypes[^\n]*\n    {at}:5: keep\(\)\n",
         "%dist_stacks worker1",
     )
 

@@ -90,7 +90,7 @@ def test_a_worker_that_holds_the_gil_is_still_located(cluster):
     code = "import re\n\ndef stuck():\n    return re.match('(a+)+b', 'a' * 60)\n\nstuck()"
     cell = cluster.execute(code, "1", block=False)
     rows = until(panel, lambda rows: "(a+)+b" in rows["worker1"]["where"])
-    assert rows["worker1"]["where"].startswith(f"In[{cell.number}]:4: return re.match(")
+    assert rows["worker1"]["where"].startswith(f"In[{cell.number}]:4 in stuck: return re.match(")
     assert f"In[{cell.number}]:4" in repr(panel)
     cluster.restart("1")
     with pytest.raises(nbdist.WorkerLost, match=r"^worker1 was restarted\nrun the cell again$"):

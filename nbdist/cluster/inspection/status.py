@@ -10,7 +10,6 @@
 from __future__ import annotations
 
 import contextlib
-import linecache
 import time
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future
@@ -19,12 +18,11 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from nbdist.amounts import duration
 from nbdist.autograd.api import recorder
-from nbdist.cluster.inspection.status_report import LINE_SHOWN, StatusReport, make_report, say_line
-from nbdist.cluster.jupyter.labels import sent_cell
+from nbdist.cluster.inspection.status_report import StatusReport, make_report
+from nbdist.cluster.jupyter.labels import read_frames
 from nbdist.cluster.partings import Parting
-from nbdist.cluster.processes import where
 from nbdist.cluster.processes.probe import ANSWER_WITHIN, Probe
-from nbdist.code_places import is_users, shown_name
+from nbdist.code_lines import LINE_SHOWN, users_lines
 from nbdist.errors import NbdistError
 from nbdist.rpc.asking import ask_each
 
@@ -92,23 +90,10 @@ def _read(probes: Mapping[str, Future[Probe]], busy: Collection[str]) -> dict[st
     for name, answer in probes.items():
         with contextlib.suppress(Exception):  # the worker ends, or its host cannot be reached
             seen = answer.result(max(0.0, deadline - time.monotonic()))
-            lines = users_lines(where.read_frames(seen.frames)) if name in busy else []
-            found[name] = StatusReport(None, where="".join(lines[:1]), memory=seen.memory, cpu_seconds=seen.cpu_seconds)
+            lines = users_lines(read_frames(seen.frames)) if name in busy else ()
+            where = next(map(str, lines), "")
+            found[name] = StatusReport(None, where=where, memory=seen.memory, cpu_seconds=seen.cpu_seconds)
     return found
-
-
-def users_lines(frames: Sequence[where.Frame]) -> list[str]:
-    """Return the lines of the user's code among a worker's frames, as `say_line` does, the innermost first."""
-    said = []
-    for frame in frames:
-        if frame.in_cell:
-            number, source = sent_cell(frame.file) or (0, "")
-            line = dict(enumerate(source.splitlines(), 1)).get(frame.line, "").strip()
-            said.append(say_line(f"In[{number}]" if number else "cell", frame.line, line))
-        elif is_users(frame.file):
-            text = linecache.getline(frame.file, frame.line).strip()
-            said.append(say_line(shown_name(frame.file), frame.line, text))
-    return said
 
 
 def _status(worker: Worker, report: StatusReport) -> WorkerStatus:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import linecache
 import sys
 import threading
 import time
@@ -12,13 +11,10 @@ from typing import NamedTuple
 from nbdist.cluster.processes.process_memory import own_bytes
 from nbdist.cluster.whereabouts import say_place
 from nbdist.cluster.worker.flight_recorder import progress
-from nbdist.code_places import is_users, shown_name
+from nbdist.code_lines import users_lines
 from nbdist.rpc.agent import Agent, active_agent
 from nbdist.rpc.core.pending import Pending
-from nbdist.thread_frames import line_number, outwards, thread_frames
-
-LINE_SHOWN = 60
-"""Characters of a line of code that are shown."""
+from nbdist.thread_frames import lines_of, thread_frames
 
 
 class StatusReport(NamedTuple):
@@ -106,25 +102,12 @@ def gpu_busy() -> int | None:
 
 
 def _users_line() -> str:
-    """Return, as `say_line` does, the line of the user's code that some thread runs; "" if no thread runs any.
+    """Return the line of the user's code that some thread runs; "" if no thread runs any.
 
     It is the main thread's line if that thread runs any. The calling thread is skipped.
     """
     frames = thread_frames()
+    del frames[threading.get_ident()]
     main = threading.main_thread().ident
-    me = threading.get_ident()
-    for thread in sorted(frames, key=lambda thread: thread != main):
-        for frame in outwards(frames[thread]) if thread != me else ():
-            file = frame.f_code.co_filename
-            if is_users(file):
-                number = line_number(frame)
-                return say_line(shown_name(file), number, linecache.getline(file, number).strip())
-    return ""
-
-
-def say_line(name: str, number: int, line: str) -> str:
-    """Return a place in words: a file's name, a line's number and the line, such as ``In[3]:2: y = f(x)``.
-
-    The line is cut after `LINE_SHOWN` characters, and left out if it is empty.
-    """
-    return f"{name}:{number}" + (f": {line[:LINE_SHOWN]}" if line else "")
+    threads = sorted(frames, key=lambda thread: thread != main)
+    return next((str(line) for thread in threads for line in users_lines(lines_of(frames[thread]))), "")

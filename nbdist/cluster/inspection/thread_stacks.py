@@ -3,27 +3,24 @@
 from __future__ import annotations
 
 import contextlib
-import linecache
 import threading
 import time
 from collections.abc import Sequence
-from types import FrameType
 from typing import TYPE_CHECKING, NamedTuple
 
 from nbdist.amounts import duration
 from nbdist.autograd.api import recorder
 from nbdist.cluster.held_locks import say_lock
-from nbdist.cluster.inspection.status import users_lines
-from nbdist.cluster.inspection.status_report import LINE_SHOWN
+from nbdist.cluster.jupyter.labels import read_frames
 from nbdist.cluster.partings import Parting
-from nbdist.cluster.processes.where import read_frames
 from nbdist.cluster.whereabouts import say_place
-from nbdist.code_places import is_users, shown_name
+from nbdist.code_lines import users_lines
+from nbdist.code_places import is_users
 from nbdist.errors import NbdistError
 from nbdist.rpc.agent import active_agent
 from nbdist.rpc.asking import ask_each
 from nbdist.rpc.calls.executor import Request
-from nbdist.thread_frames import line_number, outwards, thread_frames
+from nbdist.thread_frames import lines_of, outwards, thread_frames
 
 if TYPE_CHECKING:
     from nbdist.cluster.cluster import Cluster
@@ -73,8 +70,8 @@ def read_stacks(cluster: Cluster, targets: str | None) -> Stacks:
     for name, probe in probes.items():
         silent[name] = None
         with contextlib.suppress(Exception):  # the worker ends, or its host cannot be reached
-            if lines := users_lines(read_frames(probe.result(_ANSWER_WITHIN).frames)):
-                silent[name] = ThreadStack(threading.main_thread().name, tuple(lines))
+            if lines := tuple(map(str, users_lines(read_frames(probe.result(_ANSWER_WITHIN).frames)))):
+                silent[name] = ThreadStack(threading.main_thread().name, lines)
     lost = {worker.name: worker.lost or worker.state for worker in workers if not worker.alive}
     threads = {name: answered[name] for name in names if name in answered}
     return Stacks(threads, silent, lost, cluster.partings(probes))
@@ -90,22 +87,12 @@ def own_stacks() -> list[ThreadStack]:
         place = say_place(threads[ident])
         if place is None:
             continue
-        lines, serves = [], ""
-        for frame in outwards(threads[ident]):
-            if is_users(frame.f_code.co_filename):
-                lines.append(_say_line(frame))
-            elif frame.f_code is _SERVES and not serves:
-                serves = _say_call(frame.f_locals["self"])
+        calls = (each.f_locals["self"] for each in outwards(threads[ident]) if each.f_code is _SERVES)
+        serves = next(map(_say_call, calls), "")
+        lines = tuple(map(str, users_lines(lines_of(threads[ident]))))
         at = say_lock(ident, threads) or ("" if is_users(threads[ident].f_code.co_filename) else place[0])
-        found.append(ThreadStack(names.get(ident, "a thread without a name"), tuple(lines), at, serves))
+        found.append(ThreadStack(names.get(ident, "a thread without a name"), lines, at, serves))
     return found
-
-
-def _say_line(frame: FrameType) -> str:
-    code, number = frame.f_code, line_number(frame)
-    file, inside = code.co_filename, "" if code.co_name == "<module>" else f" in {code.co_name}"
-    text = linecache.getline(file, number).strip()[:LINE_SHOWN]
-    return f"{shown_name(file)}:{number}{inside}" + (f": {text}" if text else "")
 
 
 def _say_call(request: Request) -> str:

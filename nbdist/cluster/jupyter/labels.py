@@ -20,13 +20,16 @@ from typing import TYPE_CHECKING, Any
 from ipykernel.compiler import get_file_name
 from IPython import core
 
-from nbdist.cluster.jupyter.versions import name_files, show_notes
+from nbdist.cluster.jupyter.versions import name_files, show_notes, store_source
+from nbdist.code_lines import CodeLine
 from nbdist.code_places import CELLS, NBDIST, is_nbdists, is_of_cell, is_pythons, shown_name
 from nbdist.errors import NbdistError, UsageError
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
+# A frame in a text of Python's faulthandler: file, line and function.
+_FAULT_FRAME = re.compile(r'File "([^"]+)", line (\d+) in (\S+)')
 # A frame in a formatted traceback of Python: indent, file, line, function and source line.
 _FRAME = re.compile(r'^( *)File "([^"]+)", line (\d+)(, in .*)?\n?((?:\1  .*\n?)?)', re.MULTILINE)
 
@@ -121,17 +124,26 @@ def note_sent(code: str, number: int) -> None:
         del _sent[next(iter(_sent))]
 
 
-def sent_cell(file: str) -> tuple[int, str] | None:
-    """Return the number and the source of the cell that a worker has compiled under this name; None if unknown."""
-    return _sent.get(os.path.basename(file)) if is_of_cell(file) else None
+def _learn(file: str) -> str:
+    # Let this process name and read a file as it does those of its own cells, if it is a cell's that was sent to a
+    # worker. Only here, not for each cell that is sent: a program may send a million, and hardly one of them hangs.
+    if is_of_cell(file) and (sent := _sent.get(os.path.basename(file))):
+        CELLS[file], code = sent
+        store_source(file, (len(code), None, code.splitlines(keepends=True), file))
+    return file
+
+
+def read_frames(text: str) -> list[CodeLine]:
+    """Return the frames but nbdist's, innermost first, in a text that Python's faulthandler has written in a worker."""
+    found = [CodeLine(_learn(file), int(line), function) for file, line, function in _FAULT_FRAME.findall(text)]
+    return [each for each in found if not each.file.startswith(NBDIST)]
 
 
 def rename_cell_frames(text: str, worker: str) -> str:
     """Return a line of a crash report with the file of a cell replaced by a name such as ``Cell In[3] on worker1``."""
 
     def rename(match: re.Match[str]) -> str:
-        sent = sent_cell(match[1])
-        return f"Cell In[{sent[0]}] on {worker}" if sent is not None else match[0]
+        return f"Cell {shown_name(match[1])} on {worker}" if _learn(match[1]) in CELLS else match[0]
 
     return re.sub('File "([^"]+)"', rename, text)
 

@@ -36,7 +36,7 @@ def lines_that_say_why(text: str, other: Sequence[str]) -> list[str]:
         said = "gloo: the workers gave tensors of different sizes to a collective"
         reasons.insert(0, f"{said}: this one expected {expected} bytes and was sent {received}")
     # The stack of the thread with code of a cell, if there is one; else the first.
-    threads = [[each for each in _FRAME.finditer(thread[0]) if _is_users(each[1])] for thread in _THREAD.finditer(text)]
+    threads = [[each for each in _FRAME.finditer(thread[0]) if is_users(each[1])] for thread in _THREAD.finditer(text)]
     shown = max(threads, key=lambda frames: any(is_of_cell(each[1]) for each in frames), default=[])
     return reasons + [each[0] for each in shown[:_LINES]]
 
@@ -48,7 +48,3 @@ def share_expected(why: str) -> float | None:
     """
     found = _SAID.search(why)
     return int(found[1]) / int(found[2]) if found else None
-
-
-def _is_users(file: str) -> bool:
-    return is_of_cell(file) or is_users(file)

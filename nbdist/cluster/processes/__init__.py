@@ -11,6 +11,5 @@
 `process_memory`    the memory of a process, as Linux counts it
 `probe`             asks the host about a worker that does not answer
 `launchers`         the classes that start the processes: `Launcher`
-`where`             the frames of a worker's main thread
 ==================  ====================================================
 """

@@ -20,7 +20,7 @@ import torch.distributed
 from nbdist.cluster.group_history import Given, GroupHistory, Wait
 from nbdist.cluster.whereabouts import say_place
 from nbdist.cluster.worker.wrapped_models import owner
-from nbdist.code_places import is_users, shown_name
+from nbdist.code_lines import CodeLine, users_lines
 from nbdist.thread_frames import thread_frames
 from nbdist.torch_private import flight_record, groups_by_name, process_groups
 
@@ -137,9 +137,8 @@ def _given(entry: Mapping[str, Any]) -> Given:
     elements = None if may_differ else sum(map(math.prod, sizes))
     frames = entry.get("frames", ())
     call = frames[0]["name"] if frames and frames[0]["filename"] == _COLLECTIVES else ""
-    place = next(
-        (f"{shown_name(each['filename'])}:{each['line']}" for each in frames if is_users(each["filename"])), ""
-    )
+    lines = users_lines(CodeLine(each["filename"], each["line"], each["name"]) for each in frames)
+    place = next((line.place for line in lines), "")
     dtype = _dtype(dtypes[0]) if elements is not None and dtypes else ""
     return Given(kind, "".join(said[:1]) + more, elements, dtype, call, place)
 

@@ -22,12 +22,11 @@ import contextlib
 import ctypes
 import threading
 import time
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from types import FrameType
 from typing import Any
 
-from nbdist.code_places import NBDIST, is_nbdists, is_of_cell, is_pythons, is_torchs, shown_name
+from nbdist.code_places import NBDIST, is_nbdists, is_pythons, is_torchs
 from nbdist.errors import Interrupted, NbdistError
 from nbdist.rpc.calls.executor import Request
 from nbdist.rpc.core.exchange import Exchange
@@ -35,7 +34,7 @@ from nbdist.rpc.core.pending import Pending
 from nbdist.rpc.here import here
 from nbdist.rpc.links import Links
 from nbdist.rpc.pool import Job
-from nbdist.thread_frames import thread_frames
+from nbdist.thread_frames import lines_of, thread_frames
 from nbdist.wire.messages import Record, Stop
 
 NAME_AFTER = 2.0
@@ -190,11 +189,10 @@ class Stopping:
         frame = thread_frames().get(thread) if thread is not None else None
         if frame is None:
             return ""
-        stack = [entry for entry in traceback.extract_stack(frame) if not entry.filename.startswith(NBDIST)]
-        if not stack or stack[-1].filename == threading.__file__:
+        line = next((line for line in lines_of(frame) if not line.file.startswith(NBDIST)), None)
+        if line is None or line.file == threading.__file__:
             return "C code"  # no Python frame of the user's lies between nbdist and the C function
-        file = stack[-1].filename
-        return f"{stack[-1].name}, line {stack[-1].lineno} of {shown_name(file) if is_of_cell(file) else file}"
+        return line.function_and_line
 
     # -- the caller's side --------------------------------------------------------------------
 
