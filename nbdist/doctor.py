@@ -69,7 +69,6 @@ def examine(invitation: str | None = None) -> int:
 
 def _notebook(path: str) -> str:
     """Print what a worker of this host would find at the notebook of an invitation; return the notebook's versions."""
-    from nbdist.cluster.hosts.admission import describe_myself
     from nbdist.cluster.hosts.interfaces import interface_of
     from nbdist.cluster.hosts.invitations import read_invitation
     from nbdist.cluster.hosts.trials import TrialWay
@@ -88,7 +87,7 @@ def _notebook(path: str) -> str:
             if _try("bandwidth", lambda: _bandwidth(way, trips[0].fastest)):  # else its answer may still come
                 _try("other ports", lambda: _ports_there(way, facts))
     found = f"nbdist {facts.nbdist}, Python {facts.python}, torch {facts.torch} on {facts.host}: a worker may join"
-    mine = describe_myself("", 0).torch
+    mine = _facts().torch
     if facts.torch != mine:
         found += f"\ntorch is {mine} here. Install the same torch on all hosts: NCCL works only with itself."
     return found
@@ -196,7 +195,8 @@ def _pidfd() -> str:
 @functools.cache
 def _facts() -> MachineFacts:
     """Return the facts about this process and its machine, without those that only CUDA can tell."""
-    from nbdist.cluster.examination.machine import describe_machine  # here: it imports torch
+    # Here: what comes before is shown even where torch cannot be imported.
+    from nbdist.cluster.examination.machine import describe_machine
 
     return describe_machine()
 
@@ -225,13 +225,11 @@ def _nccl() -> str:
 
 
 def _gpus() -> str:
-    import torch  # here, so that everything else is shown if torch cannot be imported
-
     from nbdist.channel.shared_memory import gpu_memory
     from nbdist.cluster.examination.machine import describe_machine
     from nbdist.gpus import staging
 
-    count = torch.cuda.device_count()
+    count = _facts().gpu_count
     shared = [str(index) for index in range(count) if gpu_memory.is_available(index)]
     if not count:
         return _with_own_findings("none", "GPUs")

@@ -67,8 +67,12 @@ def examine(agent: Agent, workers: Sequence[Worker], seconds: float) -> Examinat
     deadline = time.monotonic() + seconds
     with recorder().contexts.outside():  # the calls are of no training step
         members = _members(agent, workers)
-        links, left_out = _links(agent, members, deadline)
-        links = _again(agent, members, links, deadline)
+        pairs = list(pairs_of([member.name for member in members if member.facts is not None]))
+        links, left_out = _measure(agent, pairs, deadline)
+        # Slow ones once more: a computer that does something else for a moment would look like a slow line.
+        slow = [(link.sender, link.receiver) for link in slow_links(members, links)]
+        again = {(link.sender, link.receiver): link for link in _measure(agent, slow, deadline)[0]}
+        links = [_better(link, again.get((link.sender, link.receiver), link)) for link in links]
     return Examination(members, links, find_all(members, links, left_out))
 
 
@@ -98,9 +102,8 @@ def _members(agent: Agent, workers: Sequence[Worker]) -> list[ExaminedMember]:
     return found
 
 
-def _links(agent: Agent, members: Sequence[ExaminedMember], deadline: float) -> tuple[list[LinkSpeed], int]:
+def _measure(agent: Agent, pairs: Sequence[tuple[str, str]], deadline: float) -> tuple[list[LinkSpeed], int]:
     """Measure one pair of members after another until ``deadline``; return the results, and how many pairs are left."""
-    pairs = list(pairs_of([member.name for member in members if member.facts is not None]))
     found: list[LinkSpeed] = []
     silent: set[str] = set()
     for number, (sender, receiver) in enumerate(pairs):
@@ -116,25 +119,11 @@ def _links(agent: Agent, members: Sequence[ExaminedMember], deadline: float) -> 
     return found, 0
 
 
-def _again(
-    agent: Agent, members: Sequence[ExaminedMember], links: Sequence[LinkSpeed], deadline: float
-) -> list[LinkSpeed]:
-    """Measure the slow links once more until ``deadline``; return all links, with the better numbers of these."""
-    # A computer that does something else for a moment would look like a slow line.
-    better: dict[tuple[str, str], LinkSpeed] = {}
-    slow = slow_links(members, links)
-    for number, link in enumerate(slow):
-        left = deadline - time.monotonic()
-        if left <= 0:
-            break
-        part = min(1.0, left / (len(slow) - number) / _PAIR_SECONDS)
-        found, _ = measure_link(agent, link.sender, link.receiver, part)
-        latencies = [each for each in (found.latency, link.latency) if each is not None]
-        rates = [each for each in (found.rate, link.rate) if each is not None]
-        better[link.sender, link.receiver] = replace(
-            link, latency=min(latencies, default=None), rate=max(rates, default=None)
-        )
-    return [better.get((link.sender, link.receiver), link) for link in links]
+def _better(link: LinkSpeed, again: LinkSpeed) -> LinkSpeed:
+    """Return a link with the better numbers of two measurements."""
+    latencies = [each for each in (again.latency, link.latency) if each is not None]
+    rates = [each for each in (again.rate, link.rate) if each is not None]
+    return replace(link, latency=min(latencies, default=None), rate=max(rates, default=None))
 
 
 def measure_link(agent: Agent, sender: str, receiver: str, part: float) -> tuple[LinkSpeed, set[str]]:

@@ -7,7 +7,7 @@ the constants below. A link is compared only with links of its kind: within a ho
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from nbdist.amounts import counted, duration, size
@@ -37,12 +37,12 @@ class Finding:
 
     topic: str
     """The subject: shared memory, open files, ports, GPUs, NCCL, members, versions, clocks or links."""
-    about: str
-    """The names of the members that it is about; empty for this process."""
     problem: str
     """The problem with its numbers, as a sentence without a full stop."""
     remedy: str
     """One sentence that says what to do."""
+    about: str = ""
+    """The names of the members that it is about; empty for this process."""
 
     def __str__(self) -> str:
         about = f"{self.about}: " if self.about else ""
@@ -74,7 +74,6 @@ def of_machine(facts: MachineFacts) -> list[Finding]:
         found.append(
             Finding(
                 "shared memory",
-                "",
                 f"only {size(facts.memory_left)} of {size(facts.memory)} of memory are left, and shared tensors take "
                 "them",
                 "End what uses memory, which %dist_memory shows, or give a container more with docker run --memory",
@@ -85,7 +84,6 @@ def of_machine(facts: MachineFacts) -> list[Finding]:
         found.append(
             Finding(
                 "shared memory",
-                "",
                 "there is no /dev/shm" if left is None else f"only {size(left)} are free in /dev/shm",
                 "nbdist needs nothing there, but NCCL and the workers of a DataLoader do: start the container with "
                 "docker run --shm-size 1g",
@@ -95,7 +93,6 @@ def of_machine(facts: MachineFacts) -> list[Finding]:
         found.append(
             Finding(
                 "ports",
-                "",
                 f"the system has only {counted(count, 'port')} for programs that ask for any, from {facts.ports[0]} on",
                 'Allow more with sysctl -w net.ipv4.ip_local_port_range="32768 60999"',
             )
@@ -110,7 +107,6 @@ def of_process(facts: MachineFacts) -> list[Finding]:
         found.append(
             Finding(
                 "shared memory",
-                "",
                 "this process shares no memory with others of its host, so large tensors go through sockets, which is "
                 "slower",
                 "Unset NBDIST_ARENA_BYTES=0 and arena_bytes=0, and let the container use memfd_create and /proc",
@@ -120,7 +116,6 @@ def of_process(facts: MachineFacts) -> list[Finding]:
         found.append(
             Finding(
                 "open files",
-                "",
                 f"{facts.files_open:,} of at most {counted(facts.files_limit, 'file')} are open",
                 "Raise the limit with ulimit -n 65536 in the shell that starts Jupyter, or the worker",
             )
@@ -136,14 +131,13 @@ def _of_gpus(facts: MachineFacts) -> list[Finding]:
         else:
             problem = "torch sees no GPU"
             remedy = "Look at CUDA_VISIBLE_DEVICES and nvidia-smi, and start a container with docker run --gpus all"
-        found.append(Finding("GPUs", "", f"NVIDIA's driver runs here, but {problem}", remedy))
+        found.append(Finding("GPUs", f"NVIDIA's driver runs here, but {problem}", remedy))
     for gpu in facts.gpus:
         if not gpu.is_supported:
             major, minor = gpu.capability
             found.append(
                 Finding(
                     "GPUs",
-                    "",
                     f"torch {facts.torch} has no code for GPU {gpu.index}, a {gpu.name} of compute capability "
                     f"{major}.{minor}",
                     "Choose other GPUs with %dist_init -g, or install a torch that is built for it",
@@ -151,12 +145,11 @@ def _of_gpus(facts: MachineFacts) -> list[Finding]:
             )
         elif gpu.lacks_convolutions:
             problem, _, remedy = gpu.lacks_convolutions.partition(". ")
-            found.append(Finding("GPUs", "", f"GPU {gpu.index}, {problem}", remedy))
+            found.append(Finding("GPUs", f"GPU {gpu.index}, {problem}", remedy))
         if gpu.unshared:
             found.append(
                 Finding(
                     "GPUs",
-                    "",
                     f"the memory of GPU {gpu.index} cannot be shared between processes ({gpu.unshared}), so tensors "
                     "between workers on this GPU go through the host's memory",
                     "A newer driver, or a GPU that is not virtual, may share it",
@@ -166,7 +159,6 @@ def _of_gpus(facts: MachineFacts) -> list[Finding]:
         found.append(
             Finding(
                 "GPUs",
-                "",
                 f"large tensors leave and reach the GPU without pinned memory, which is slower: {facts.unpinned}",
                 "Free memory of the host, and restart the worker",
             )
@@ -175,7 +167,6 @@ def _of_gpus(facts: MachineFacts) -> list[Finding]:
         found.append(
             Finding(
                 "NCCL",
-                "",
                 "torch has no NCCL, so collectives of tensors on GPUs go by way of the host, with gloo",
                 "Install a torch that is built for CUDA with NCCL",
             )
@@ -191,7 +182,6 @@ def of_clock(ahead: float) -> list[Finding]:
     return [
         Finding(
             "clocks",
-            "",
             f"the clock is {duration(abs(ahead))} {which} the notebook's",
             "Set the clocks of both hosts by a time server (timedatectl set-ntp true), or files and logs of the two "
             "have times that do not fit",
@@ -214,19 +204,18 @@ def find_all(members: Sequence[ExaminedMember], links: Sequence[LinkSpeed], left
     first_of_host = {member.place: (member, facts) for member, facts in reversed(known)}
     each: list[Finding] = []
     for member, facts in first_of_host.values():
-        each += [_about(finding, member.name) for finding in of_machine(facts)]
+        each += [replace(finding, about=member.name) for finding in of_machine(facts)]
     for member, facts in known:
-        each += [_about(finding, member.name) for finding in of_process(facts)]
+        each += [replace(finding, about=member.name) for finding in of_process(facts)]
     for link in links:
         if link.sender == members[0].name and link.ahead is not None:  # against the notebook's clock
-            each += [_about(finding, link.receiver) for finding in of_clock(link.ahead)]
+            each += [replace(finding, about=link.receiver) for finding in of_clock(link.ahead)]
     found += _merged(each)
     found += _of_links(members, links)
     if left_out:
         found.append(
             Finding(
                 "links",
-                "",
                 f"there was no time to measure {counted(left_out, 'link')}",
                 "Allow more time: %dist_doctor -t 300",
             )
@@ -234,13 +223,9 @@ def find_all(members: Sequence[ExaminedMember], links: Sequence[LinkSpeed], left
     return found
 
 
-def _about(finding: Finding, name: str) -> Finding:
-    return Finding(finding.topic, name, finding.problem, finding.remedy)
-
-
 def _merged(found: Iterable[Finding]) -> list[Finding]:
-    groups = grouped(found, lambda finding: _about(finding, ""))
-    return [_about(finding, say_members([each.about for each in group])) for finding, group in groups.items()]
+    groups = grouped(found, lambda finding: replace(finding, about=""))
+    return [replace(finding, about=say_members([each.about for each in group])) for finding, group in groups.items()]
 
 
 def _of_members(members: Sequence[ExaminedMember]) -> list[Finding]:
@@ -248,17 +233,17 @@ def _of_members(members: Sequence[ExaminedMember]) -> list[Finding]:
     for member in members:
         if not member.is_alive:
             found.append(
-                Finding("members", member.name, member.state, f"Start it again with %dist_restart {member.name}")
+                Finding("members", member.state, f"Start it again with %dist_restart {member.name}", member.name)
             )
         elif member.facts is None and member.state not in ("idle", "busy"):
             problem = f"it is still starting, and has reached the step {member.state!r}"
-            found.append(Finding("members", member.name, problem, "Examine the cluster again once it is ready"))
+            found.append(Finding("members", problem, "Examine the cluster again once it is ready", member.name))
         elif member.facts is None:
             remedy = (
                 "%dist_status shows the line that it runs. Code that holds the GIL keeps it from answering: wait, stop "
                 f"its cell, or run %dist_restart {member.name}"
             )
-            found.append(Finding("members", member.name, f"it does not answer: {member.error}".rstrip("."), remedy))
+            found.append(Finding("members", f"it does not answer: {member.error}".rstrip("."), remedy, member.name))
     return found
 
 
@@ -280,7 +265,7 @@ def _of_versions(members: Sequence[ExaminedMember]) -> list[Finding]:
             remedy = f"Install the same {what} on all hosts"
             if what in ("torch", "NCCL"):
                 remedy = "Install the same torch on all hosts: NCCL works only with itself, and saved files may differ"
-            found.append(Finding("versions", "", f"the members have different versions of {what}: {told}", remedy))
+            found.append(Finding("versions", f"the members have different versions of {what}: {told}", remedy))
     return found
 
 
@@ -335,7 +320,7 @@ def _failed(link: LinkSpeed, is_inside: bool) -> Finding:
         else "Open all TCP ports between the two hosts: workers reach each other directly, at free ports. If a host "
         "has several addresses, name the one that the others reach with --host"
     )
-    return Finding("links", f"{link.sender} → {link.receiver}", f"calls fail: {link.error}".rstrip("."), remedy)
+    return Finding("links", f"calls fail: {link.error}".rstrip("."), remedy, f"{link.sender} → {link.receiver}")
 
 
 def _slow(link: LinkSpeed, told: str, busy: Sequence[str], is_inside: bool) -> Finding:
@@ -348,4 +333,4 @@ def _slow(link: LinkSpeed, told: str, busy: Sequence[str], is_inside: bool) -> F
             "Look for a slow line, a tunnel or a limit between the two hosts; if they share a faster network, name "
             "their addresses in it with --host"
         )
-    return Finding("links", f"{link.sender} → {link.receiver}", told, remedy)
+    return Finding("links", told, remedy, f"{link.sender} → {link.receiver}")
