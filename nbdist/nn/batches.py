@@ -48,6 +48,11 @@ def training_rows(inputs: Values, targets: Values) -> int:
             "an input or target of train_step requires grad, but train_step gives its inputs and targets no "
             "gradient: detach() them, or use forward and dist_autograd.backward"
         )
+    return rows_of_both(inputs, targets)
+
+
+def rows_of_both(inputs: Values, targets: Values) -> int:
+    """Return the number of rows of inputs and of targets; raises `UsageError` unless both have the same number."""
     rows = rows_of(inputs)
     if not any(isinstance(target, torch.Tensor) for target in targets):
         raise UsageError("the targets of train_step have no tensor whose rows could go to the micro-batches")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 
@@ -11,6 +11,13 @@ from nbdist.errors import UsageError
 from nbdist.nn.batches import Values
 
 Reduction = Literal["mean", "sum"]  # the way in which a loss function combines the rows of a micro-batch
+
+
+def check_reduction(reduction: Any) -> Reduction:
+    """Return the reduction of a loss function. Raises UsageError if it is not one of `Reduction`."""
+    if not isinstance(reduction, str) or reduction not in get_args(Reduction):
+        raise UsageError(f'reduction is "mean" or "sum", as the loss function combines its rows, not {reduction!r}')
+    return reduction  # type: ignore[return-value]
 
 
 def check_loss_fn(loss_fn: Callable[..., torch.Tensor]) -> None:

@@ -27,7 +27,7 @@ from nbdist.autograd.passes.context import Context
 from nbdist.errors import EncodeError, NotInitialized, UsageError
 from nbdist.nn.batches import Values, as_tuple, check_micro_batches, join, portions, rows_of, split, training_rows
 from nbdist.nn.cutting import Maker, check_sharing, parts_of
-from nbdist.nn.losses import Reduction, check_loss_fn, total
+from nbdist.nn.losses import Reduction, check_loss_fn, check_reduction, total
 from nbdist.nn.pipeline_part import Done, Order
 from nbdist.nn.pipeline_parts import PipelineParts
 from nbdist.nn.placement import place_of
@@ -101,6 +101,7 @@ class Pipeline:
             raise UsageError("a pipeline needs a worker: name at least one, as in Pipeline(model, ['worker0'])")
         parts, self._cut = parts_of(model, stages, len(places), at, balance, sample)
         check_micro_batches(micro_batches)
+        self.reduction: Reduction = check_reduction(reduction)
         if schedule is None:
             schedule = "1f1b" if len(parts) == len(places) else "interleaved"
         self._table = tables_of(schedule, len(places), len(parts))
@@ -115,7 +116,6 @@ class Pipeline:
         self.workers = names
         self.micro_batches = micro_batches
         self.schedule = schedule
-        self.reduction: Reduction = reduction
         self.training = True
         self._agent = agent
         self._seed = seed

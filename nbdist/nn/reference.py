@@ -10,8 +10,9 @@ from typing import Any, Literal
 
 import torch
 
-from nbdist.nn.batches import as_tuple, check_micro_batches, join, portions, rows_of, split
-from nbdist.nn.losses import Reduction, loss_of, total
+from nbdist.errors import UsageError
+from nbdist.nn.batches import as_tuple, check_micro_batches, join, portions, rows_of, rows_of_both, split
+from nbdist.nn.losses import Reduction, check_reduction, loss_of, total
 from nbdist.nn.stage import Stage
 
 
@@ -45,9 +46,11 @@ class Reference:
         checkpoint: bool = False,
         reduction: Reduction = "mean",
     ) -> None:
+        if not stages:
+            raise UsageError("a pipeline has at least one stage, but the list of stages is empty")
+        self.reduction: Literal["mean", "sum"] = check_reduction(reduction)
         self.stages = [Stage(module, index, seed=seed, checkpoint=checkpoint) for index, module in enumerate(stages)]
         self.micro_batches = check_micro_batches(micro_batches)
-        self.reduction: Literal["mean", "sum"] = reduction
         self.steps = 0
 
     def __call__(self, *inputs: Any) -> Any:
@@ -76,7 +79,7 @@ class Reference:
         """
         step, self.steps = self.steps, self.steps + 1
         inputs, targets = as_tuple(inputs), as_tuple(targets)
-        rows = rows_of(inputs)
+        rows = rows_of_both(inputs, targets)
         sizes = portions(rows, self.micro_batches)
         losses = []
         parts = zip(sizes, split(inputs, sizes), split(targets, sizes), strict=True)

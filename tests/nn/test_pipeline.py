@@ -271,6 +271,10 @@ def test_a_cut_model_keeps_its_names_and_its_state_comes_back(world):
         (lambda: Pipeline(stages(2), ["worker0", "worker1"], schedule="zb"), "there is no 'zb'"),
         (lambda: Pipeline(stages(1), ["worker0"], micro_batches=0), "at least one micro-batch"),
         (lambda: Reference(stages(1), micro_batches=0), "at least one micro-batch"),
+        (lambda: Pipeline(stages(1), ["worker0"], reduction="foo"), 'reduction is "mean" or "sum".*not \'foo\''),
+        (lambda: Reference(stages(1), reduction="foo"), 'reduction is "mean" or "sum".*not \'foo\''),
+        (lambda: Reference(stages(1), reduction=None), "not None"),
+        (lambda: Reference([]), "at least one stage"),
         (lambda: Pipeline(stages(1), ["worker9"]), "worker9"),
         (lambda: Pipeline(stages(1), ["worker0/cuda:0/1"]), "not a place"),
     ],
@@ -295,6 +299,15 @@ def test_what_is_no_batch_is_refused(world, inputs, targets, told):
     pipe = Pipeline(stages(2), ["worker0", "worker1"])
     with dist_autograd.context(), pytest.raises(UsageError, match=told):
         pipe.train_step(inputs, targets, torch.nn.functional.mse_loss)
+
+
+@pytest.mark.parametrize(
+    ("targets", "told"),
+    [(torch.ones(4, WIDTH), "3 rows of inputs, and 4 of targets"), ((), "have no tensor"), (1.0, "have no tensor")],
+)
+def test_a_reference_refuses_targets_that_do_not_fit_its_inputs(targets, told):
+    with pytest.raises(UsageError, match=told):
+        Reference(stages(1)).train_step(torch.ones(3, WIDTH), targets, torch.nn.functional.mse_loss)
 
 
 def test_training_needs_a_context(world):
