@@ -151,8 +151,8 @@ class RemoteModule(torch.nn.Module):
 
     def train(self, mode: bool = True) -> RemoteModule:
         """Put the module into training mode, or with ``mode=False`` into evaluation mode. Returns the handle."""
-        self.training = mode
         self._on_owner(train, mode)
+        self.training = mode
         return self
 
     def eval(self) -> RemoteModule:

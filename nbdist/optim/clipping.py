@@ -11,6 +11,7 @@ import torch
 from nbdist.autograd.api import recorder
 from nbdist.errors import UsageError
 from nbdist.optim.local import ask_all, by_owner
+from nbdist.optim.parameters import read_rrefs
 from nbdist.rpc.references.rref import RRef
 
 _EPSILON = 1e-6  # added to the norm before dividing by it, as torch does
@@ -51,8 +52,8 @@ def clip_grad_norm_(
         ...     clip_grad_norm_(context_id, [weight], max_norm=1.0)
         tensor(5., dtype=torch.float64)
     """
-    owners = by_owner(params_rref)
-    id, kind = int(context_id), float(norm_type)
+    owners = by_owner(read_rrefs(params_rref))
+    id, kind, most = int(context_id), float(norm_type), float(max_norm)
     answers = ask_all(local_norms, {owner: (id, rrefs, kind) for owner, rrefs in owners.items()})
     # In float64, as Python's floats are: float32 would round them.
     norms = torch.tensor([norm for answer in answers.values() for norm in answer], dtype=torch.float64)
@@ -64,7 +65,7 @@ def clip_grad_norm_(
             f"the total norm of order {norm_type} of the gradients is {total.item()}: nothing was clipped. "
             'context(check="nan") finds a NaN of the forward pass, watch(norms=True) one of the backward pass'
         )
-    factor = max_norm / (total.item() + _EPSILON)
+    factor = most / (total.item() + _EPSILON)
     if not factor >= 1.0:  # also for a NaN, which all gradients become then, as torch has it
         ask_all(scale_local, {owner: (id, rrefs, factor) for owner, rrefs in owners.items()})
     return total

@@ -43,17 +43,7 @@ def read_groups(given: Any) -> list[Group]:
 
     Raises UsageError if there is no parameter, an entry is no reference, or the user gave two parameters the same name.
     """
-    if isinstance(given, RRef | Mapping):
-        raise UsageError(
-            f"params_rref should be a list of RRefs to parameters, or of groups, not {_value_in_words(given)}: "
-            "put it in a list"
-        )
-    entries = _listed(given)
-    if entries is None:
-        raise UsageError(
-            f"params_rref should be a list of RRefs to parameters, or of groups, not {_value_in_words(given)}: "
-            "rpc.remote(...) and rpc.RRef(parameter) return such references"
-        )
+    entries = _read_entries(given)
     if entries and all(isinstance(entry, Mapping) for entry in entries):  # `_group` refuses a group beside references
         groups = [_read_group(index, entry) for index, entry in enumerate(entries)]
     else:
@@ -68,6 +58,26 @@ def read_groups(given: Any) -> list[Group]:
             "give each parameter its own name"
         )
     return groups
+
+
+def read_rrefs(given: Any) -> list[RRef[Any]]:
+    """Return the references of ``given``, a list of them that may be empty. Raises UsageError as `read_groups` does."""
+    return _group(_read_entries(given), "params_rref", {}).rrefs
+
+
+def _read_entries(given: Any) -> list[Any]:
+    if isinstance(given, RRef | Mapping):
+        raise UsageError(
+            f"params_rref should be a list of RRefs to parameters, or of groups, not {_value_in_words(given)}: "
+            "put it in a list"
+        )
+    entries = _listed(given)
+    if entries is None:
+        raise UsageError(
+            f"params_rref should be a list of RRefs to parameters, or of groups, not {_value_in_words(given)}: "
+            "rpc.remote(...) and rpc.RRef(parameter) return such references"
+        )
+    return entries
 
 
 def _read_group(index: int, entry: Mapping[str, Any]) -> Group:

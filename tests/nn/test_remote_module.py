@@ -118,6 +118,9 @@ def test_modes(world):
     assert torch.equal(module.eval()(x), x)
     assert not module.training
     assert not module.train()(x).any()
+    with pytest.raises(ValueError, match="expected to be boolean"):
+        module.train("yes")
+    assert module.training is True  # after an error, the handle's mode is still the module's
 
 
 def test_it_travels(world):

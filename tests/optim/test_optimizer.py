@@ -176,6 +176,19 @@ def test_a_norm_that_is_not_finite(pair):
             clip_grad_norm_(context_id, pair.parameter_rrefs, 1.0, error_if_nonfinite=True)
 
 
+@pytest.mark.parametrize(
+    ("params", "told"),
+    [
+        (lambda pair: pair.parameter_rrefs[0], "put it in a list"),
+        (lambda pair: [pair.parameter_rrefs[0], torch.ones(2)], "entry 1 of params_rref is a Tensor .*not an RRef"),
+        (lambda pair: torch.ones(2), "should be a list of RRefs"),
+    ],
+)
+def test_clipping_needs_references(pair, params, told):
+    with dist_autograd.context() as context_id, pytest.raises(nbdist.UsageError, match=told):
+        clip_grad_norm_(context_id, params(pair), 1.0)
+
+
 @pytest.mark.parametrize("wrong", [float("nan"), float("inf")])
 def test_a_norm_that_is_not_finite_makes_gradients_what_torch_makes_them(world, pair, wrong):
     for net in (pair.local[0], pair.remote[0]):
