@@ -24,7 +24,7 @@ import torch
 from nbdist.amounts import counted
 from nbdist.autograd.api import recorder
 from nbdist.autograd.passes.context import Context
-from nbdist.errors import EncodeError, NotInitialized, UsageError
+from nbdist.errors import EncodeError, UsageError
 from nbdist.nn.batches import Values, as_tuple, check_micro_batches, join, portions, rows_of, split, training_rows
 from nbdist.nn.cutting import Maker, check_sharing, parts_of
 from nbdist.nn.losses import Reduction, check_loss_fn, check_reduction, total
@@ -229,8 +229,7 @@ class Pipeline:
     ) -> list[Done]:
         """Run one step on all workers; return a `Done` by worker. ``options`` are fields of `Order`."""
         agent = self._agent
-        if agent.closed:
-            raise NotInitialized("the RPC world in which this pipeline was made has ended: make a new pipeline")
+        self._parts.check_open()
         with self._counting:  # several threads may use one pipeline
             step, self._orders = self._orders, self._orders + 1
             number, self._steps = self._steps, self._steps + 1

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from nbdist.errors import NbdistError, UsageError
+from nbdist.errors import NbdistError, NotInitialized, UsageError
 from nbdist.nn.batches import Values
 from nbdist.nn.cutting import Maker
 from nbdist.nn.pipeline_part import Done, Order, PipelinePart, build_stages, call_part, run_step
@@ -28,7 +28,8 @@ _ABANDON_SECONDS = 5.0  # for each worker to confirm that it has abandoned a fai
 class PipelineParts:
     """The parts of a pipeline: makes a `PipelinePart` on each worker, and calls all of them at once.
 
-    Every method that calls them raises the error of a part, and `WorkerLost` if a worker is gone.
+    Every method that calls them raises NotInitialized once the world of the pipeline has ended, the error of a part,
+    and `WorkerLost` if a worker is gone.
     """
 
     def __init__(
@@ -89,6 +90,11 @@ class PipelineParts:
             outcome.on_interrupt = None
             del answers  # else an error would keep itself alive, through its traceback and this frame
 
+    def check_open(self) -> None:
+        """Raise NotInitialized if the world has ended in which the pipeline was made, whether or not RPC runs again."""
+        if self._agent.closed:
+            raise NotInitialized("the RPC world in which this pipeline was made has ended: make a new pipeline")
+
     def clock_offsets(self) -> list[float]:
         """Return the seconds by which each worker's clock is ahead of ours; the first call measures them."""
         agent = self._agent
@@ -97,11 +103,13 @@ class PipelineParts:
 
     def call_all(self, method: str, *args: Any) -> list[Any]:
         """Call a method of each worker's `PipelinePart` at once, as `ask_all` does; return the answers by worker."""
+        self.check_open()
         calls = {rref.owner_name(): (rref, method, *args) for rref in self._references}
         return list(ask_all(call_part, calls).values())
 
     def call_by_stage(self, method: str, by_stage: Mapping[int, Any], *args: Any) -> None:
         """Call a method of each worker's `PipelinePart` with ``args`` and the values ``by_stage`` of its own stages."""
+        self.check_open()
         calls = {}
         for worker, rref in enumerate(self._references):
             own = _parts_by_stage(by_stage, worker, len(self.names))

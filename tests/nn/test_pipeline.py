@@ -468,10 +468,23 @@ def test_several_threads_may_use_a_pipeline(world):
 def test_a_pipeline_of_a_world_that_has_ended_says_so():
     with World(2) as world, world[0].activate():
         pipe = Pipeline(stages(1), ["worker1"])
-    with pytest.raises(NotInitialized):
-        pipe(torch.ones(2, WIDTH))
-    with World(1) as other, other[0].activate(), pytest.raises(NotInitialized, match="has ended"):
-        pipe(torch.ones(2, WIDTH))
+        state = pipe.state_dict()
+    uses = [
+        lambda: pipe(torch.ones(2, WIDTH)),
+        pipe.parameter_rrefs,
+        pipe.eval,
+        pipe.state_dict,
+        lambda: pipe.load_state_dict(state),
+        lambda: pipe.load_model(state["model"]),
+    ]
+    for use in uses:
+        with pytest.raises(NotInitialized):
+            use()
+    with World(2) as other, other[0].activate():
+        for use in uses:
+            with pytest.raises(NotInitialized, match="has ended"):
+                use()
+    assert pipe.training
 
 
 def test_the_timeline_tells_what_ran(world):
