@@ -32,6 +32,8 @@ class Policy:
         given = {each.name: arguments[each.name] for each in fields(cls)}
         check_count("chunk", given["chunk"])
         check_count("micro_batch", given["micro_batch"])
+        check_count("room", given["room"], least=0)
+        check_function("spend", given["spend"])
         check_recover(given["recover"])
         given["step_timeout"] = durations.positive(given["step_timeout"], "step_timeout")
         for name in ("cache_timeout", "route_timeout"):
@@ -39,10 +41,16 @@ class Policy:
         return cls(**given)
 
 
-def check_count(name: str, count: Any) -> None:
-    """Raise UsageError if an argument is neither None nor a whole number of at least 1."""
-    if count is not None and not (isinstance(count, SupportsIndex) and operator.index(count) >= 1):
-        raise UsageError(f"{name} must be a whole number of at least 1, or None, not {count!r}")
+def check_count(name: str, count: Any, least: int = 1) -> None:
+    """Raise UsageError if an argument is neither None nor a whole number of at least ``least``."""
+    if count is not None and not (isinstance(count, SupportsIndex) and operator.index(count) >= least):
+        raise UsageError(f"{name} must be a whole number of at least {least}, or None, not {count!r}")
+
+
+def check_function(name: str, value: Any) -> None:
+    """Raise UsageError if an argument cannot be called."""
+    if not callable(value):
+        raise UsageError(f"{name} must be a function, not {value!r}")
 
 
 def check_recover(value: Any) -> Recover:

@@ -19,7 +19,7 @@ from nbdist.swarm.client.sequential import RemoteSequential
 from nbdist.swarm.client.servers import Gone, Servers
 from nbdist.swarm.client.session import Session
 from nbdist.swarm.client.sessions import Sessions
-from nbdist.swarm.policy import Policy, Recover
+from nbdist.swarm.policy import Policy, Recover, check_count
 from nbdist.swarm.server.server import Info, Options
 from nbdist.swarm.weight_file import WeightFile
 
@@ -285,6 +285,8 @@ class Swarm:
         Raises:
             UsageError: ``cache`` is of another class, ``recover`` is not valid, or the swarm is closed.
         """
+        self.crew.check_open()
+        self.check(begin, end)
         return self.sessions.begin(cache, begin, end, expected=expected, recover=recover)
 
     # -- models -------------------------------------------------------------------------------
@@ -343,6 +345,7 @@ class Swarm:
         If the model came without such a head, it gets a new head with random weights, which you must train.
         ``num_labels`` is the number of classes; by default the number in the model's configuration.
         """
+        check_count("num_labels", num_labels)
         return self._model("SequenceClassification", recover, num_labels)
 
     def sequential(self) -> RemoteSequential:

@@ -7,6 +7,7 @@ import pickle
 import pytest
 import swarm_models
 import torch
+import transformers
 
 from nbdist import rpc
 from nbdist.errors import EncodeError, UsageError
@@ -41,6 +42,11 @@ def swarm(world):
         ({"chunk": 0}, UsageError, "chunk must be a whole number of at least 1, or None, not 0"),
         ({"micro_batch": 1.5}, UsageError, "micro_batch must be a whole number of at least 1, or None, not 1.5"),
         ({"largest": "many"}, UsageError, "largest must be a whole number of at least 1, or None, not 'many'"),
+        ({"room": "much"}, UsageError, "room must be a whole number of at least 0, or None, not 'much'"),
+        ({"cache_bytes": -1}, UsageError, "cache_bytes must be a whole number of at least 0, or None, not -1"),
+        ({"spend": 3}, UsageError, "spend must be a function, not 3"),
+        ({"prioritize": None}, UsageError, "prioritize must be a function, not None"),
+        ({"workers": ["worker1", 1]}, UsageError, "each worker serves one span, .*: worker1, worker1"),
         ({"spans": [(0, 1.5)]}, UsageError, "there are no blocks from 0 to 1.5"),
     ],
 )
@@ -72,6 +78,14 @@ def test_a_pipeline_stays_where_it_is(world):
     torch.save(pipe.state_dict(), file)  # as the error says
     file.seek(0)
     pipe.load_state_dict(torch.load(file))
+
+
+def test_a_session_and_a_classifier_check_their_arguments(swarm):
+    for begin, end in ((3, 1), (0, 7), (-1, None)):
+        with pytest.raises(UsageError, match=f"there are no blocks from {begin} to"):
+            swarm.session(transformers.DynamicCache(), begin, end)
+    with pytest.raises(UsageError, match="num_labels must be a whole number of at least 1, or None, not 0"):
+        swarm.sequence_classifier(0)
 
 
 def test_a_move_with_the_worker_in_front_blames_the_blocks(swarm):
