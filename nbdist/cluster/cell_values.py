@@ -92,7 +92,9 @@ class CellValues:
         wanted = [names] if isinstance(names, str) else names
         values = self.evaluate(", ".join(wanted), targets)
         shaped = [
-            value if isinstance(names, str) else dict(zip(wanted, value if len(wanted) > 1 else (value,), strict=True))
+            value
+            if isinstance(names, str)
+            else dict(zip(wanted, value if len(wanted) > 1 else (value,)[: len(wanted)], strict=True))
             for value in (values if isinstance(values, list) else [values])
         ]
         return shaped if isinstance(values, list) else shaped[0]

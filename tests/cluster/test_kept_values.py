@@ -41,6 +41,11 @@ def test_a_value_whose_cell_is_interrupted_is_kept_on_none(cluster):
     eventually_is([0, 0], lambda: kept(cluster))
 
 
+def test_no_names_give_an_empty_dict(cluster):
+    assert cluster.pull([]) == [{}, {}]
+    assert cluster.pull([], 0) == {}
+
+
 def test_a_value_that_cannot_be_sent_is_not_kept(cluster):
     with pytest.raises(nbdist.NbdistError):
         cluster.evaluate("__import__('threading').Lock()")
