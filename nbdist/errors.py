@@ -51,7 +51,7 @@ __all__ = [
 
 
 class NbdistError(RuntimeError):
-    """The base class of all errors that nbdist raises itself.
+    """The base class of nbdist's own errors, a RuntimeError. A value of a wrong type raises Python's TypeError instead.
 
     Errors that a user's function raises on a worker keep their own class.
 
@@ -67,7 +67,7 @@ class NbdistError(RuntimeError):
 class UsageError(NbdistError):
     """The caller asked for something impossible, such as an option out of range. The text says what is possible.
 
-    It is a RuntimeError, as all errors of nbdist are, and no ValueError.
+    A RuntimeError, as all errors of nbdist, and no ValueError. Also raised for a call at the wrong time.
 
     Example:
         >>> rpc.WorkerInfo("two words", 1)
@@ -102,6 +102,8 @@ class UnknownWorker(UsageError):
 class EncodeError(UsageError):
     """An argument or a result cannot be sent to another worker. The text says which one, and why.
 
+    For an argument, the function has not run; for a result, it has.
+
     Example:
         >>> import threading
         >>> rpc.rpc_sync("worker1", print, args=(threading.Lock(),))
@@ -116,7 +118,8 @@ class EncodeError(UsageError):
 class RemoteError(NbdistError):
     """A function failed on another worker, with an error that cannot be rebuilt here.
 
-    The text has the error's class and text; a note has the worker's traceback.
+    The text has the error's class and text; a note has the worker's traceback. Errors that can be rebuilt arrive as
+    what they are, with such a note. KeyboardInterrupt and SystemExit on a worker always arrive as a RemoteError.
 
     Example:
         >>> import threading
@@ -206,7 +209,7 @@ class RendezvousError(NbdistError):
 
 
 class NotUnique(RendezvousError):
-    """A living worker has the name or the rank already.
+    """A living worker has the name or the rank already: choose another one, or end that worker first.
 
     ``docs/errors.md`` has examples.
     """
@@ -247,9 +250,10 @@ class ForwardNaN(NbdistError, FloatingPointError):
 
 
 class ResourceError(NbdistError, OSError):
-    """No more files can be opened, or disk space or memory is used up: the text says which. ``errno`` has the code.
+    """No more files can be opened, or disk space or memory is used up: the text says which. An OSError, too.
 
-    ``docs/troubleshooting.md`` has an example.
+    ``errno`` has the system's code. It is None if Ray has no room for the workers, or if the process that starts the
+    workers has ended. ``docs/troubleshooting.md`` has an example.
     """
 
 

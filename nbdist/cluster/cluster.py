@@ -60,13 +60,13 @@ if TYPE_CHECKING:
 
 
 class Cluster:
-    """Worker kernels, and the RPC world that they and this process form.
+    """Worker kernels, and their RPC world with this process. Methods start it, or raise UsageError after `shutdown`.
 
-    The constructor starts nothing. `start`, a ``with`` block, or the first method that needs workers starts them. A
-    process has one cluster at a time. The workers end with this process, even if it is killed.
-
-    Methods take ``targets`` as ``%%remote`` does: ``0``, ``-1``, ``"0,2"``, ``"worker1"``, ``[0, 2]``; None for all
-    workers. They raise `UnknownWorker` or `UsageError` where targets name no worker.
+    The constructor starts nothing: `start`, a ``with`` block, or the first method that needs workers does, with the
+    errors of `start`. After `shutdown`, or a start that failed, these methods raise `UsageError`. They raise
+    `UnknownWorker` or `UsageError` for ``targets`` that name no worker. Ctrl-C ends a wait with KeyboardInterrupt.
+    A process has one cluster at a time. The workers end with this process, even if it is killed. Methods take
+    ``targets`` as ``%%remote`` does: ``0``, ``-1``, ``"0,2"``, ``"worker1"``, ``[0, 2]``; None for all workers.
 
     Args:
         (arguments)
@@ -76,8 +76,8 @@ class Cluster:
         progress: Called as ``progress(worker, step)``, in the kernel thread, when a worker reaches a step.
 
     Raises:
-        UsageError: A value is not possible, such as a GPU that does not exist.
-        TypeError: ``rpc`` is not an `RpcBackendOptions`, or a time is not a number.
+        UsageError: A value is not possible, such as a GPU that does not exist. `start` checks the launcher's name.
+        TypeError: ``rpc`` is not an `RpcBackendOptions`, or ``n`` or a time is not a number.
 
     Example:
         In a script, as in README.md (in a notebook, ``%dist_init -n 3`` starts one: ``notebooks/00_tour.ipynb``)::
@@ -154,7 +154,7 @@ class Cluster:
     def folder(self) -> str:
         """The path of the run directory, with the workers' sockets, connection files and logs.
 
-        AttributeError before `start`.
+        AttributeError before `start`. `shutdown` removes the directory, and this still returns its path.
         """
         return str(self.lifecycle.folder)
 
@@ -163,40 +163,47 @@ class Cluster:
         return self.spec.same_as(spec) or replace(self.spec, count=len(self.workers)).same_as(spec)
 
     def find(self, name: str) -> Worker:
-        """Return the worker called ``name``. Raises UnknownWorker if there is none.
+        """Return the worker called ``name``. Raises UnknownWorker if there is none. Starts nothing.
 
-        Dead workers are found, too: see `Worker.alive`.
+        Dead workers are found, too, also after `shutdown`: see `Worker.alive`.
         """
         return self._team.find(name)
 
     def signal(self, name: str, number: int) -> None:
-        """Send the signal ``number`` to the process of the worker ``name``; do nothing if that process has ended."""
+        """Send the signal ``number`` to the process of the worker ``name``; do nothing if that process has ended.
+
+        Does nothing either if there is no such worker, or its host cannot be reached. AttributeError before `start`.
+        """
         self.lifecycle.launcher.signal(name, number)
 
     def probe(self, name: str) -> Future[Probe]:
         """Ask the host of the worker ``name`` about the worker's process; return the future of the answer.
 
         The worker itself need not answer, so this works while it holds the GIL. Where the host cannot be reached, the
-        future fails, or is never done.
+        future fails, or is never done. AttributeError before `start`.
         """
         return self.lifecycle.launcher.probe(name)
 
     def partings(self, probes: Mapping[str, Future[Probe]] | None = None) -> list[Parting]:
         """Return the collectives that not all members of a process group have called in the same way.
 
-        Waits for the workers' answers, less than half a second. ``probes`` are answers of `probe` for workers that have
+        Waits for the workers' answers, about a second at most. Dead workers are left out, and nothing is raised for them
+        or for silent ones. AttributeError before `start`. ``probes`` are answers of `probe` for workers that have
         not answered a call; by default, their hosts are asked.
         """
         return self._cells.collation.partings(probes)
 
     @property
     def names(self) -> list[str]:
-        """The names of the workers, in the order of their ranks."""
+        """The names of the workers, in the order of their ranks, dead ones included. Starts nothing."""
         return self._team.names
 
     @property
     def awaited(self) -> list[str]:
-        """The workers that had to become idle, when `restart` was last called, for the process group to form anew."""
+        """The workers that had to become idle, when `restart` was last called, for the process group to form anew.
+
+        Dead ones are among them. It is not updated later, and empty unless the cluster runs.
+        """
         return self._changes.awaited if self.running else []
 
     @property
@@ -222,16 +229,16 @@ class Cluster:
     def start(self) -> Cluster:
         """Start the workers; return this cluster once all of them are ready.
 
-        Does nothing if the cluster runs. If it fails after it has begun to start workers, it ends them, and this
-        cluster cannot start again.
+        Does nothing if the cluster runs. If it fails, or Ctrl-C comes, after it has begun to start workers, it ends
+        them, and this cluster cannot start again.
 
         Raises:
-            UsageError: Another cluster or RPC runs in this process, this cluster has been shut down or is being started
-                by another thread, this process was forked from the one that made the cluster, or a module to preload
-                cannot be imported.
+            UsageError: Another cluster runs in this process, or RPC does, as on a worker; this cluster has been shut
+                down or is being started by another thread; this process was forked from the one that made the cluster;
+                there is no such launcher, or it cannot be used; or a module to preload cannot be imported.
             StartError: The workers were not ready within the timeout, or a step of one failed.
             WorkerLost: A worker died.
-            ResourceError: The system has no open file, memory or disk space left.
+            ResourceError: The system has no open file, memory or disk space left, or Ray has no room.
         """
         if os.getpid() != self._pid:
             raise UsageError("this cluster belongs to the process that this one was forked from; use it there")
@@ -317,8 +324,9 @@ class Cluster:
     def shutdown(self, *, ask: bool = True) -> int:
         """End all workers and remove their sockets and files.
 
-        Does nothing the second time, before `start`, and in a process that was forked from this one. All steps are
-        taken even if one fails or Ctrl-C comes; the error is raised at the end.
+        Cells and calls that still run fail with `WorkerLost`. Does nothing the second time, before `start`, and in a
+        process that was forked from this one. All steps are taken even if one fails or Ctrl-C comes; the error is
+        raised at the end.
 
         Args:
             ask: Whether to ask idle workers first, and give them 1 s, so that their exit handlers run. Busy workers
@@ -359,7 +367,8 @@ class Cluster:
 
         All workers form a new process group: at once if all are idle, else when the last one becomes idle; `awaited`
         then names the workers that were not idle. Groups, DDP and FSDP wrappers of the old process group no longer
-        work. RRefs to values of the killed workers are lost.
+        work. RRefs to values of the killed workers are lost, and their cells fail with `WorkerLost`. Workers that did
+        not become ready again, also after Ctrl-C, are dead: call it again.
 
         Args:
             targets: Which workers; None for all dead workers.
@@ -367,11 +376,12 @@ class Cluster:
                 busy workers take part.
 
         Returns:
-            The names of the workers that were restarted.
+            The names of the workers that were restarted; none without targets if no worker is dead.
 
         Raises:
             StartError: The workers were not ready again within the cluster's timeout, or a step failed.
             WorkerLost: A worker died meanwhile; or, with ``process_group``, a dead worker is not among the targets.
+            ResourceError: As in `start`.
         """
         self.start()
         return self._changes.restart(targets, process_group=process_group)
@@ -400,9 +410,9 @@ class Cluster:
         self._changes.invite(file, uses=uses, expires=expires)
 
     def revoke_invitations(self) -> int:
-        """Make all invitations invalid; return how many were valid. Workers that have joined stay.
+        """Make all invitations invalid; return how many were valid, 0 the second time. Workers that have joined stay.
 
-        Raises UsageError as `invite` does.
+        Raises UsageError if no worker can join this cluster, as `invite` does.
         """
         self.start()
         return self._changes.revoke_invitations()
@@ -417,7 +427,7 @@ class Cluster:
             timeout: Seconds to wait, more than 0; None for the cluster's timeout.
 
         Raises:
-            UsageError: The cluster has fewer workers, and none can join it: see `invite`.
+            UsageError: The cluster has fewer workers and none can join (see `invite`), or ``timeout`` is not above 0.
             StartError: It has fewer workers after the timeout.
 
         Example:
@@ -433,10 +443,11 @@ class Cluster:
     def rebuild_process_group(self) -> None:
         """Form a new process group of all workers, as is needed after an interrupt has ended a collective.
 
-        Waits until all workers have taken part. A busy worker first ends the cells that it was sent before.
+        Waits until all workers have taken part. A busy worker first ends the cells that it was sent before. Without a
+        process group (the backend none), does nothing.
 
         Raises:
-            WorkerLost: A worker is dead; `restart` it.
+            WorkerLost: A worker is dead, or dies meanwhile; `restart` it.
             StartError: The group did not form within the cluster's timeout, or a worker failed to form it.
         """
         self.start()
@@ -445,7 +456,7 @@ class Cluster:
     # -- cells ----------------------------------------------------------------------------------
 
     def select(self, targets: Targets) -> list[Worker]:
-        """Return the workers that ``targets`` name, each once, in the order given.
+        """Return the workers that ``targets`` name, each once, in the order given, dead ones too. Starts nothing.
 
         Raises:
             UnknownWorker: The cluster has no such worker.
@@ -470,7 +481,8 @@ class Cluster:
     ) -> Cell:
         """Run a cell on workers. Its output, and the error or death of a worker, appears here while the cell runs.
 
-        Ctrl-C while this waits interrupts the cell on all its workers and raises KeyboardInterrupt.
+        Ctrl-C while this waits interrupts the cell on all its workers and raises KeyboardInterrupt. On a dead worker
+        the cell fails at once, and it runs on the others.
 
         Args:
             code: The cell's source: Python and IPython's magics.
@@ -478,7 +490,7 @@ class Cluster:
             block: Whether to wait until the cell has ended on all workers, and then to raise its error. Without it,
                 return at once; the error is shown when the cell ends, and the handle's ``wait()`` raises it.
             timeout: Seconds, more than 0, after which the cell is interrupted everywhere. None, or more than 1e8, for
-                no limit.
+                no limit. Without ``block``, the cell's error is then a KeyboardInterrupt.
             group_outputs: Whether to show all output at the end, worker by worker.
             keep: Whether workers keep the value of the last expression, for `references`. They drop it if the cell
                 fails while this waits, or some time after the handle was dropped: at most 2,000 cells later.
@@ -495,7 +507,7 @@ class Cluster:
             CellError: With ``block``: the cell failed. The error is also of the class that the worker raised, if it is
                 one of Python's or nbdist's and the same on all workers that failed; WorkerLost if a worker died.
             CellTimeout: With ``block``: the cell had not ended after ``timeout`` seconds.
-            UsageError: The cluster has been shut down.
+            UsageError: ``timeout`` is not more than 0, or the cluster has been shut down.
         """
         seconds = None if timeout is None else durations.positive(timeout)
         self.start()
@@ -519,7 +531,9 @@ class Cluster:
         """Return an executor of `concurrent.futures` that calls functions on the workers in ``targets``.
 
         Each call goes to the first worker that is free: it runs no call and no cell. A worker runs one call at a time,
-        after the cells that it was sent before. A call fails with `WorkerLost` if its worker dies while it runs.
+        after the cells that it was sent before. A call fails with `WorkerLost` if its worker dies while it runs, or if
+        all its workers are dead. One that no worker has taken fails with `UsageError` when the cluster is shut down.
+        ``submit`` raises neither.
         Without targets, or with ``"all"``, workers that join later (`invite`) run calls, too.
 
         Example:
@@ -536,13 +550,15 @@ class Cluster:
         """Call a function on each living worker, and wait; later also on each worker that joins or starts again.
 
         Nobody waits for the later calls, and their errors are dropped. After an error, there are no later calls.
-        A second call with the same function does nothing.
+        A second call with the same function does nothing, unless the first one failed. Dead workers are skipped.
 
         Args:
             function: The function, which the workers can import. It may run several times on a worker.
 
         Raises:
-            WorkerLost: A worker died meanwhile. The function may raise other errors.
+            WorkerLost: A worker died meanwhile.
+            EncodeError: The function cannot be sent.
+            Exception: The function raised it. If several workers fail, the first one's, with a note of the others.
 
         Example:
             ::
@@ -634,7 +650,7 @@ class Cluster:
 
         Each of these cells fails with a `CellError` that is named KeyboardInterrupt. Each of these calls fails with a
         KeyboardInterrupt on the worker. This method returns before they have ended. Cells and calls that are sent later
-        run. Dead workers are skipped.
+        run. Dead workers are skipped, and one that does not answer raises nothing. `UnknownWorker` for wrong targets.
         """
         self.start()
         self._interrupts.stop_workers([worker for worker in self.select(targets) if worker.alive])
@@ -648,13 +664,15 @@ class Cluster:
         records the copy.
 
         Args:
-            expression: One Python expression, or a cell that ends with one.
+            expression: One Python expression, or a cell that ends with one; a statement gives None.
             targets: Which workers. A rank or a name gives one value; everything else, also None, gives a list.
             timeout: Seconds, more than 0, after which the expression is interrupted; None for no limit.
 
         Raises:
-            CellError: The expression failed, as in `execute`; CellTimeout if it was interrupted after ``timeout``.
+            CellError: The expression failed on a worker, or a worker is dead, as in `execute`; CellTimeout if it was
+                interrupted after ``timeout``.
             EncodeError: The value cannot be sent.
+            UsageError: ``timeout`` is not more than 0.
         """
         seconds = None if timeout is None else durations.positive(timeout)
         self.start()
@@ -680,6 +698,8 @@ class Cluster:
     def push(self, variables: Mapping[str, Any], targets: Targets = None) -> None:
         """Set variables on workers, after the cells that they were sent before; return when that is done.
 
+        If a value cannot be sent, or a worker is dead at the beginning, no worker sets any variable.
+
         Args:
             variables: The values by name. A worker gets copies.
             targets: Which workers.
@@ -687,7 +707,7 @@ class Cluster:
         Raises:
             UsageError: A name is no Python identifier.
             EncodeError: A value cannot be sent; the text says which part of which variable.
-            WorkerLost: One of these workers is dead.
+            WorkerLost: One of these workers is dead, or dies meanwhile.
         """
         check_pushed(variables)
         self.start()
@@ -702,8 +722,8 @@ class Cluster:
 
         Raises:
             UsageError: A name cannot be the name of a variable or an attribute; `evaluate` takes any expression.
-            CellError: A worker has no such variable or attribute, or is dead. The error is then also a NameError,
-                AttributeError or WorkerLost, as in `execute`.
+            CellError: A worker has no such variable or attribute, or is dead; nothing is returned then. The error is
+                also a NameError, AttributeError or WorkerLost, if all workers that failed have that class.
             EncodeError: A value cannot be sent.
         """
         wanted = names if isinstance(names, str) else list(names)
@@ -714,8 +734,11 @@ class Cluster:
     def sync(self) -> list[str]:
         """Wait until every worker has run all the cells that it was sent; return the names of the workers.
 
+        Waits without a limit, and raises no errors of these cells. Ctrl-C ends the wait only, with KeyboardInterrupt.
+
         Raises:
             WorkerLost: A worker is dead or dies meanwhile.
+            UsageError: The cluster has been shut down.
         """
         self.execute("pass", quiet=True)
         return self.names
@@ -725,7 +748,8 @@ class Cluster:
     def settle(self, *, patience: float | None = None) -> None:
         """Show, below the cell that runs in the notebook, the output that its calls (RPCs) have printed on workers.
 
-        Waits for text that is on its way. The magics call this after each cell, and before a cell's result is shown;
+        Waits for text that is on its way. Raises nothing for a dead worker, or after `shutdown`; AttributeError before
+        `start`. The magics call this after each cell, and before a cell's result is shown;
         programs need not. ::
 
             called                              the page is watched     captured output, or nobody watches
