@@ -40,7 +40,9 @@ def cut(
         The stages, each a Sequential with at least one layer.
 
     Raises:
-        UsageError: the model cannot be cut in this way. Nothing has been changed.
+        UsageError: ``model`` is no plain Sequential, or cannot be cut in this way; there is no such ``balance``; or
+            ``"time"`` has no ``sample``. Nothing has been changed.
+        Exception: with ``"time"``, a layer raised it for the sample.
 
     Example:
         >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))

@@ -44,9 +44,10 @@ class Pipeline:
     """Train or run a model whose stages live on several workers, a batch sliced into micro-batches.
 
     Outputs, losses and gradients are the same as with `Reference`, to the last bit, whatever the schedule. Several
-    threads may use one pipeline. A worker of the pipeline that dies ends the running step with `WorkerLost`, and the
-    pipeline cannot be used any more: make a new one, and give it a state that was saved before. The notebook
-    ``04_pipeline_resnet50.ipynb`` shows all of this with a ResNet-50.
+    threads may use one pipeline. `forward` and `train_step` wait without a time limit, the other methods as long as
+    calls may take by default (`RpcTimeout`). After the error of a stage, the next step works. A worker of the pipeline
+    that dies ends the running step with `WorkerLost`, and the pipeline cannot be used any more: make a new one, and
+    give it a state that was saved before. The notebook ``04_pipeline_resnet50.ipynb`` shows all of this.
 
     Args:
         model: a Sequential, which is cut into stages; or a list of the stages. Each stage of a list is a module, which
@@ -65,9 +66,10 @@ class Pipeline:
         reduction: the way in which the loss function of `train_step` combines its rows: ``"mean"`` or ``"sum"``.
 
     Raises:
-        UsageError: the arguments do not fit together, or a worker is not in this world.
-        WorkerLost: a worker died, or left.
+        UsageError: the arguments do not fit together, a value is not possible, or a worker is not in this world.
+        WorkerLost: a worker died, or left; `StepFailed` if the stages could not be made on several workers.
         NotInitialized: RPC is not running in this process.
+        Exception: a function that makes a stage raised it on its worker.
 
     Example:
         >>> stages = [torch.nn.Linear(4, 8), torch.nn.Linear(8, 2)]
@@ -151,6 +153,7 @@ class Pipeline:
 
         Inside a distributed autograd context the computation is recorded, so a backward pass from any loss of the
         output goes through all stages. Outside of a context no graph is kept, and the output does not require grad.
+        Ctrl-C ends the step on all workers.
 
         Args:
             inputs: the arguments of the first stage. The tensors among them are split by rows, their first dimension;
@@ -162,8 +165,8 @@ class Pipeline:
 
         Raises:
             UsageError: the batch has no rows to split, or an output has other rows than its micro-batch.
-            WorkerLost: a worker of the pipeline died, or left.
-            NotInitialized: the world in which the pipeline was made has ended.
+            WorkerLost: one or more workers of the pipeline died, or left. It cannot be used any more.
+            NotInitialized: RPC, or the world in which the pipeline was made, has ended.
             Exception: a stage raised it; its notes name the stage, the micro-batch, the worker and the shapes.
 
         Example:
@@ -199,8 +202,8 @@ class Pipeline:
         Raises:
             UsageError: there is no current context, or the inputs, targets or ``loss_fn`` cannot be used.
             FloatingPointError: a micro-batch's loss is NaN or infinite, and ``finite`` is True.
-            WorkerLost: a worker of the pipeline died, or left.
-            NotInitialized: the world in which the pipeline was made has ended.
+            WorkerLost: one or more workers of the pipeline died, or left. It cannot be used any more.
+            NotInitialized: RPC, or the world in which the pipeline was made, has ended.
             Exception: a stage or ``loss_fn`` raised it; its notes name the stage and the worker, and if the stage
                 raised it, the micro-batch.
         """
@@ -264,7 +267,11 @@ class Pipeline:
     def parameter_rrefs(self) -> list[RRef[Any]]:
         """Return references to all parameters, stage by stage, as `DistributedOptimizer` takes them.
 
-        A parameter that several stages share occurs once. Asks all workers; raises `WorkerLost` if one is gone.
+        A parameter that several stages share occurs once. Asks all workers.
+
+        Raises:
+            WorkerLost: a worker is gone; `StepFailed` if several are.
+            NotInitialized: RPC, or the world of the pipeline, has ended.
 
         Example:
             >>> pipe = Pipeline([torch.nn.Linear(4, 8), torch.nn.Linear(8, 2)], ["worker0", "worker1"])
@@ -277,21 +284,30 @@ class Pipeline:
     def train(self, mode: bool = True) -> Pipeline:
         """Put all stages into training mode, or with ``mode=False`` into evaluation mode. Returns the pipeline.
 
-        Asks all workers; raises `WorkerLost` if one is gone.
+        Asks all workers. After an error, some stages may have changed, and ``training`` has not.
+
+        Raises:
+            WorkerLost: a worker is gone; `StepFailed` if several are.
+            NotInitialized: RPC, or the world of the pipeline, has ended.
+            StepFailed: ``mode`` is not a bool (ValueError if the pipeline has one worker).
         """
         self._parts.call_all("train", mode)
         self.training = mode
         return self
 
     def eval(self) -> Pipeline:
-        """Put all stages into evaluation mode: ``train(False)``. Returns the pipeline."""
+        """Put all stages into evaluation mode: ``train(False)``, with its errors. Returns the pipeline."""
         return self.train(False)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state from which `load_state_dict` continues with the same numbers, on any workers.
 
         `torch.save` writes the state, and ``torch.load(weights_only=True)`` reads it. The optimizer's state is not in
-        it. All workers are asked; a worker that is gone raises `WorkerLost`. Do not call it while a step runs.
+        it. All workers are asked. Do not call it while a step runs.
+
+        Raises:
+            WorkerLost: a worker is gone; `StepFailed` if several are.
+            NotInitialized: RPC, or the world of the pipeline, has ended.
 
         Returns:
             A dict. ``"model"``: the state of all stages, on the CPU, with the names of the model that was cut, or, of
@@ -328,7 +344,8 @@ class Pipeline:
         Raises:
             UsageError: the state is of another model, of one that was cut elsewhere, or has no count of steps. Nothing
                 has been changed.
-            WorkerLost: a worker is gone. Some workers may have loaded their part.
+            WorkerLost: a worker is gone; `StepFailed` if several are. Some workers may have loaded their part.
+            NotInitialized: RPC, or the world of the pipeline, has ended.
         """
         if not isinstance(state, Mapping) or not {"model", "steps", "seed", "cut", "random"} <= state.keys():
             raise UsageError(
@@ -355,7 +372,8 @@ class Pipeline:
 
         Raises:
             UsageError: a name is missing or unknown, or a shape is another one. Nothing has been changed.
-            WorkerLost: a worker is gone. Some workers may have loaded their part.
+            WorkerLost: a worker is gone; `StepFailed` if several are. Some workers may have loaded their part.
+            NotInitialized: RPC, or the world of the pipeline, has ended.
 
         Example:
             >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 2))
@@ -368,10 +386,12 @@ class Pipeline:
         """Return when each operation of the last completed step ran, beside the ideal schedule.
 
         The last step is the last call of `forward` or `train_step`. A notebook draws the result. Times of workers on
-        other hosts are moved to this host's clock; the first call measures by how much the clocks differ.
+        other hosts are moved to this host's clock; the first call measures by how much the clocks differ. If no worker
+        is on another host, or that has been measured, it asks nobody, and also works after a worker's death.
 
         Raises:
             UsageError: no step has been completed yet.
+            WorkerLost: a worker on another host is gone, in the first call.
 
         Example:
             >>> pipe = Pipeline([torch.nn.Linear(4, 8), torch.nn.Linear(8, 2)], ["worker0", "worker1"])

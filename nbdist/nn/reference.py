@@ -30,6 +30,9 @@ class Reference:
         checkpoint: keep only the inputs of the stages, and compute the rest again in the backward pass.
         reduction: the way in which the loss function of `train_step` combines its rows: ``"mean"`` or ``"sum"``.
 
+    Raises:
+        UsageError: there is no stage, no such reduction, or ``micro_batches`` is no whole number of at least 1.
+
     Example:
         >>> reference = Reference([torch.nn.Linear(4, 8), torch.nn.Linear(8, 2)], micro_batches=2)
         >>> loss = reference.train_step(torch.ones(8, 4), torch.zeros(8, 2), torch.nn.functional.mse_loss)
@@ -54,10 +57,12 @@ class Reference:
         self.steps = 0
 
     def __call__(self, *inputs: Any) -> Any:
-        """Return the output of a batch, computed micro-batch by micro-batch.
+        """Return the output of a batch, computed micro-batch by micro-batch and joined as `Pipeline.forward` does.
 
         Raises:
-            UsageError: the batch has no tensor with rows, or its tensors have different numbers of rows.
+            UsageError: the batch has no tensor with rows, its tensors have different numbers of rows, or an output has
+                other rows than its micro-batch.
+            Exception: a stage raised it; a note names the stage and the micro-batch.
         """
         step, self.steps = self.steps, self.steps + 1
         sizes = portions(rows_of(inputs), self.micro_batches)
@@ -75,7 +80,9 @@ class Reference:
             loss_fn: called as ``loss_fn(output, *targets)`` for each micro-batch; returns a scalar tensor.
 
         Raises:
-            UsageError: the batch has no rows to split, or ``loss_fn`` returned no scalar or a detached one.
+            UsageError: the batch has no rows to split, inputs and targets have different numbers of rows, or
+                ``loss_fn`` returned no scalar or a detached one.
+            Exception: a stage or ``loss_fn`` raised it. The gradients of earlier micro-batches stay in ``.grad``.
         """
         step, self.steps = self.steps, self.steps + 1
         inputs, targets = as_tuple(inputs), as_tuple(targets)

@@ -45,9 +45,11 @@ class RemoteModule(torch.nn.Module):
 
     Raises:
         UsageError: the worker is unknown, the place cannot be parsed, or ``module_cls`` returned no module.
+        NotInitialized: RPC is not running in this process.
+        EncodeError: ``module_cls`` or an argument cannot be sent.
         RpcTimeout: the worker did not make the module within the default timeout of calls.
         WorkerLost: the worker died, or left.
-        Exception: ``module_cls`` raised it on the worker.
+        Exception: ``module_cls`` raised it on the worker, or torch, which has no such device there.
 
     Example:
         >>> module = RemoteModule("worker1", torch.nn.Linear, args=(2, 3))
@@ -74,7 +76,7 @@ class RemoteModule(torch.nn.Module):
 
     @classmethod
     def init_from_module_rref(cls, remote_device: str, module_rref: RRef[torch.nn.Module]) -> RemoteModule:
-        """Return a handle on a module that lives on a worker already.
+        """Return a handle on a module that lives on a worker already. Asks no worker, so a wrong reference shows later.
 
         Args:
             remote_device: the worker and device of the module, as for the constructor. Arguments of calls that are
@@ -101,6 +103,7 @@ class RemoteModule(torch.nn.Module):
         Raises:
             RpcTimeout: no answer came within the default timeout of calls.
             WorkerLost: the module's worker died, or left.
+            NotInitialized: RPC is not running in this process.
             EncodeError: an argument or the result cannot be sent.
             Exception: the module raised it.
         """
@@ -110,7 +113,8 @@ class RemoteModule(torch.nn.Module):
     def forward_async(self, *args: Any, **kwargs: Any) -> Future[Any]:
         """Call the module with ``*args`` and ``**kwargs``, and return a `Future` of its result at once.
 
-        The future's ``wait()`` raises what `forward` would raise.
+        Raises `EncodeError` for an argument that cannot be sent, and `NotInitialized`, at once. The future's ``wait()``
+        raises the other errors of `forward`, also that of a dead worker.
 
         Example:
             >>> module = RemoteModule("worker1", torch.nn.Linear, args=(2, 3))
@@ -128,7 +132,8 @@ class RemoteModule(torch.nn.Module):
     def get_module_rref(self) -> RRef[torch.nn.Module]:
         """Return the remote reference to the module.
 
-        Any worker can use it, to pass the module to a function that runs on its owner.
+        Any worker can use it, to pass the module to a function that runs on its owner. Asks no worker, so this also
+        works when that worker is dead or RPC has ended; using the reference fails then.
         """
         return self.module_rref
 
@@ -141,6 +146,11 @@ class RemoteModule(torch.nn.Module):
         Args:
             recurse: include the parameters of submodules.
 
+        Raises:
+            RpcTimeout: no answer came within the default timeout of calls.
+            WorkerLost: the module's worker died, or left.
+            NotInitialized: RPC is not running in this process.
+
         Example:
             >>> module = RemoteModule("worker1", torch.nn.Linear, args=(2, 3))
             >>> [rref.owner_name() for rref in module.remote_parameters()]
@@ -150,13 +160,22 @@ class RemoteModule(torch.nn.Module):
         return found
 
     def train(self, mode: bool = True) -> RemoteModule:
-        """Put the module into training mode, or with ``mode=False`` into evaluation mode. Returns the handle."""
+        """Put the module into training mode, or with ``mode=False`` into evaluation mode. Returns the handle.
+
+        After an error, ``training`` of the handle has not changed.
+
+        Raises:
+            RpcTimeout: no answer came within the default timeout of calls.
+            WorkerLost: the module's worker died, or left.
+            NotInitialized: RPC is not running in this process.
+            ValueError: ``mode`` is not a bool.
+        """
         self._on_owner(train, mode)
         self.training = mode
         return self
 
     def eval(self) -> RemoteModule:
-        """Put the module into evaluation mode: ``train(False)``. Returns the handle."""
+        """Put the module into evaluation mode: ``train(False)``, with its errors. Returns the handle."""
         return self.train(False)
 
     def state_dict(  # type: ignore[override]
@@ -169,6 +188,11 @@ class RemoteModule(torch.nn.Module):
             destination: the dict to fill and return, as torch passes it to the parts of a module; by default a new one.
             prefix: the text before each name.
             keep_vars: ignored: the tensors are copies without gradients.
+
+        Raises:
+            RpcTimeout: no answer came within the default timeout of calls.
+            WorkerLost: the module's worker died, or left.
+            NotInitialized: RPC is not running in this process.
 
         Example:
             >>> module = RemoteModule("worker1", torch.nn.Linear, args=(2, 3))
@@ -194,7 +218,14 @@ class RemoteModule(torch.nn.Module):
         return destination
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Load a state into the module; arguments, result and errors are those of `torch.nn.Module.load_state_dict`."""
+        """Load a state into the module; arguments and result are those of `torch.nn.Module.load_state_dict`.
+
+        Raises:
+            RuntimeError: as torch raises it: a name is missing or unknown (if ``strict``), or a shape does not fit.
+            RpcTimeout: no answer came within the default timeout of calls.
+            WorkerLost: the module's worker died, or left.
+            NotInitialized: RPC is not running in this process.
+        """
         return self._on_owner(load, dict(state_dict), getattr(state_dict, "_metadata", None), strict, assign)
 
     def _load_from_state_dict(
@@ -219,7 +250,10 @@ class RemoteModule(torch.nn.Module):
         error_msgs += [f"{prefix[:-1]}: {error}" for error in errors]
 
     def extra_repr(self) -> str:
-        """Return the text in the parentheses of the handle's repr: the module's class, if known, and its place."""
+        """Return the text in the parentheses of the handle's repr: the module's class, if known, and its place.
+
+        Asks no worker, so this also works when the module's worker is dead or RPC has ended.
+        """
         state = self.module_rref.state
         return f"{state.qualname if state is not None else 'module'} on {self.module_rref.owner_name()}/{self.device}"
 

@@ -40,9 +40,11 @@ def clip_grad_norm_(
         The total norm before clipping, as a float64 tensor; 0 if there are no gradients.
 
     Raises:
-        UsageError: A context of that id is not known on an owner, or ``error_if_nonfinite`` is set and the norm is not
-            finite.
-        StepFailed: The call failed on several owners. If it failed on one, that owner's error is raised.
+        UsageError: The context is not known on an owner, as after its end; ``error_if_nonfinite`` is set and the norm
+            is not finite; or ``params_rref`` is no list of references.
+        StepFailed: The call failed on several owners, as for an ended context. If it failed on one, that owner's error
+            is raised: WorkerLost for a dead one. If that happens while gradients are scaled, some have been.
+        NotInitialized: RPC is not running in this process.
 
     Example:
         >>> weight = rpc.remote("worker1", torch.nn.Parameter, args=(torch.ones(2),))

@@ -24,7 +24,8 @@ class StepFailed(NbdistError):
     """A call to several workers that failed on at least two of them.
 
     The message has a line for each worker that failed, with its error; ``__cause__`` is the first of these errors. The
-    workers that did not fail have done their part: after a failed optimizer step, their parameters are updated.
+    workers that did not fail have done their part: after a failed optimizer step, their parameters are updated. If only
+    one worker fails, its own error is raised instead; workers that died count as failed, each with a WorkerLost.
 
     Example:
         >>> weights = [rpc.remote(name, torch.nn.Parameter, args=(torch.ones(2),)) for name in ("worker0", "worker1")]

@@ -30,7 +30,9 @@ class DistributedOptimizer(Distributed):
     Raises:
         UsageError: ``optimizer_class`` is not callable or makes an optimizer that needs a closure (LBFGS),
             ``params_rref`` is empty or has an entry that is no reference, or two parameters have the same name.
-        StepFailed: Several workers could not make their optimizer. If one could not, its error is raised.
+        StepFailed: Several workers could not make their optimizer. If one could not, its error is raised: of the class,
+            as for a bad ``lr``, or WorkerLost.
+        NotInitialized: RPC is not running in this process.
 
     Example:
         >>> weight = rpc.remote("worker1", torch.nn.Parameter, args=(torch.ones(2),))
@@ -87,9 +89,11 @@ class DistributedOptimizer(Distributed):
             context_id: The context; None means the one that the calling thread is in.
 
         Raises:
-            UsageError: The context has ended or is not known on an owner, or the thread is in none and no id is given.
-            StepFailed: The step failed on several workers. If it failed on one, its error is raised. The parameters of
-                the other workers are updated in either case.
+            UsageError: The context has ended or is not known on the owner, or the thread is in none and no id is given.
+            StepFailed: The step failed on several workers, also because the context has ended or they are dead. If it
+                failed on one, its error is raised: WorkerLost for a dead one. The parameters of the other workers are
+                updated in either case.
+            NotInitialized: RPC is not running in this process.
         """
         self.call_all("step", current_id() if context_id is None else int(context_id))
 
@@ -104,6 +108,8 @@ class DistributedOptimizer(Distributed):
         Raises:
             UsageError: The workers' optimizers differ in something that belongs to no parameter, so one state cannot
                 hold both.
+            WorkerLost: An owner is gone; `StepFailed` if several are.
+            NotInitialized: RPC is not running in this process.
         """
         found = self.call_all("state_dict")
         parts = {worker: (keys, found[worker]) for worker, keys in self._keys.items()}
@@ -117,6 +123,8 @@ class DistributedOptimizer(Distributed):
         Raises:
             UsageError: The state has other parameters, shapes or groups, is not the state of an optimizer, or has the
                 older form, keyed by workers. No optimizer has been changed.
+            WorkerLost: An owner is gone; `StepFailed` if several are. The others have loaded their part.
+            NotInitialized: RPC is not running in this process.
         """
         # `scatter` checks the whole state first, so that after its error no optimizer has changed.
         self.give_all("load_state_dict", scatter(state, self._groups, self._shapes, self._keys))

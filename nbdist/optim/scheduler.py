@@ -24,7 +24,9 @@ class DistributedLRScheduler(Distributed):
         **kwargs: Given to every scheduler.
 
     Raises:
-        StepFailed: Several workers could not make their scheduler. If one could not, its error is raised.
+        StepFailed: Several workers could not make their scheduler. If one could not, its error is raised: of the class,
+            such as TypeError for a missing argument, or WorkerLost.
+        NotInitialized: RPC is not running in this process.
 
     Example:
         >>> weight = rpc.remote("worker1", torch.nn.Parameter, args=(torch.ones(2),))
@@ -49,7 +51,9 @@ class DistributedLRScheduler(Distributed):
         ``ReduceLROnPlateau`` takes a metric; most other schedulers take no argument.
 
         Raises:
-            StepFailed: It failed on several workers. If it failed on one, its error is raised.
+            StepFailed: It failed on several workers. If it failed on one, its error is raised, such as WorkerLost.
+                The schedulers of the other workers have made the step.
+            NotInitialized: RPC is not running in this process.
         """
         self.call_all("step", *args)
 
@@ -57,6 +61,10 @@ class DistributedLRScheduler(Distributed):
         """Return the learning rates of all parameter groups, by worker name.
 
         `step` changes them, and the next step of the optimizer uses them.
+
+        Raises:
+            WorkerLost: An owner is gone; `StepFailed` if several are.
+            NotInitialized: RPC is not running in this process.
         """
         return self.call_all("get_last_lr")
 
@@ -65,6 +73,8 @@ class DistributedLRScheduler(Distributed):
 
         Raises:
             UsageError: The workers' schedulers differ, because one of them was changed without the others.
+            WorkerLost: An owner is gone; `StepFailed` if several are.
+            NotInitialized: RPC is not running in this process.
         """
         found: dict[str, Any] = agreed(self.call_all("state_dict"), "the state of the scheduler")
         return found
@@ -75,6 +85,8 @@ class DistributedLRScheduler(Distributed):
         Raises:
             UsageError: The state is not the state of a scheduler, or has the older form, keyed by workers. No scheduler
                 has been changed.
+            WorkerLost: An owner is gone; `StepFailed` if several are. The others have loaded it.
+            NotInitialized: RPC is not running in this process.
         """
         # By its form, and here: torch's schedulers load any dict, and all or none must change.
         of_torch = isinstance(state, Mapping) and any(not isinstance(value, Mapping) for value in state.values())
