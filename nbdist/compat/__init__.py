@@ -14,7 +14,8 @@ __all__ = ["install", "is_installed"]
 def install() -> None:
     """Replace ``torch.distributed.rpc`` and ``torch.distributed.autograd`` by nbdist in this process, for good.
 
-    Modules that have imported names from torch's modules get nbdist's instead. A second call does nothing.
+    Modules that have imported names from torch's modules get nbdist's instead. A second call does nothing, and nothing
+    undoes the first one.
 
     Raises:
         UsageError: torch's own RPC is running in this process.
@@ -32,7 +33,7 @@ def install() -> None:
 
 
 def is_installed() -> bool:
-    """Return whether `install` has replaced ``torch.distributed.rpc`` in this process.
+    """Return whether `install` has replaced ``torch.distributed.rpc`` in this process. Once True, it stays True.
 
     Example:
         >>> from nbdist import compat

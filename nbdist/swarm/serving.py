@@ -66,10 +66,13 @@ def serve(
         The swarm. It ends with `Swarm.close`, or when the swarm and all models made from it are garbage-collected.
 
     Raises:
-        UsageError: ``model`` is not a model, the spans do not fit the model or the workers, or ``recover`` or a time is
-            not valid.
+        UsageError: ``model`` is not a model, the spans do not fit the model or the workers, a worker is unknown or
+            named twice, or another argument is not valid.
         TypeError: there is no such option, or a time is not a number.
-        WorkerLost: a worker died while it loaded its blocks.
+        NotInitialized: RPC is not running in this process.
+        WorkerLost: a worker is dead, or died while it loaded its blocks.
+        NbdistError: a worker does not answer.
+        Exception: a worker's error of loading, as for a wrong ``device``, is raised unchanged.
 
     Example:
         >>> import transformers

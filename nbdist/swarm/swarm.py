@@ -25,11 +25,13 @@ from nbdist.swarm.weight_file import WeightFile
 
 
 class Swarm:
-    """A model whose blocks run on workers, as seen by the process that made the swarm. `serve` makes one.
+    """A model whose blocks run on workers. `serve` makes one; after `close`, what needs workers raises UsageError.
 
-    `causal_lm`, `model`, `sequence_classifier` and `sequential` make models that use the blocks; `join`, `leave`,
-    `move` and `kill` change which workers serve. Methods may be called from any thread. As the value of a notebook
-    cell, a swarm is drawn as a map.
+    After the end of RPC, that raises `NotInitialized`; `blocks`, `states`, `log`, `check`, `snapshot` and `ended` still
+    answer in both cases. Other workers load the blocks of a dead one when these are next needed. `causal_lm`, `model`,
+    `sequence_classifier` and `sequential` make models that use the blocks; `join`, `leave`, `move` and `kill` change
+    which workers serve. Methods may be called from any thread. As the value of a notebook cell, a swarm is drawn as a
+    map.
 
     Example:
         >>> import transformers
@@ -71,7 +73,10 @@ class Swarm:
 
     @property
     def blocks(self) -> dict[str, list[int]]:
-        """The numbers of the blocks that each worker serves, by name of the worker."""
+        """The numbers of the blocks that each worker serves, by name of the worker; {} once the swarm was closed.
+
+        Asks no worker, so a death that nobody has noticed yet does not show. Workers that are gone are left out.
+        """
         return {member.name: list(member.blocks) for member in self.crew.there}
 
     @property
@@ -80,7 +85,8 @@ class Swarm:
 
         A state is "joining" (it loads its first blocks), "online", "banned" (it did not answer or could not load
         blocks, and is not called for a while), "draining" (it is about to leave), "offline" (it has left, or the swarm
-        was closed), or "gone" (it died, or could not load its first blocks).
+        was closed), or "gone" (it died, or could not load its first blocks). Asks no worker. After the end of RPC, the
+        last states stay.
         """
         return {each["name"]: each["state"] for each in self._describe_members()}
 
@@ -93,7 +99,8 @@ class Swarm:
         """Ask each server for its state; return the answers by worker, without the servers that do not answer.
 
         Changes the swarm in two cases only: a lost server is marked as gone, and a server that does not answer may be
-        banned for a while.
+        banned for a while. Returns {} if no server is left, or the swarm is closed. Raises NotInitialized after the end
+        of RPC.
         """
         with self.crew.working():
             found = {}
@@ -109,8 +116,9 @@ class Swarm:
         Blocks that no worker has are loaded on a worker first.
 
         Raises:
-            NoRoute: no worker has one of the blocks, and no worker can load it.
+            NoRoute: no worker has one of the blocks, and none can load it, for ``route_timeout`` seconds of `serve`.
             UsageError: there are no such blocks, or the swarm is closed.
+            NotInitialized: RPC has ended in this process.
         """
         self.crew.check_open()
         end = self.check(begin, end)
@@ -118,7 +126,7 @@ class Swarm:
             return [span for span, _ in self.crew.way(begin, end)]
 
     def check(self, begin: int, end: int | None, hint: str = "") -> int:
-        """Return ``end``, or the number of blocks if it is None; raise UsageError if the range is not valid.
+        """Return ``end``, or the number of blocks if it is None; raise UsageError if the range is not valid or empty.
 
         ``begin`` is the first block of the range, ``hint`` the end of the error's text.
         """
@@ -152,7 +160,10 @@ class Swarm:
 
     @property
     def ended(self) -> bool:
-        """True once the swarm was closed, or RPC has ended in this process. The swarm does not serve any more."""
+        """True once the swarm was closed, or RPC has ended in this process. The swarm does not serve any more.
+
+        It stays False when all workers are gone: another one may `join`.
+        """
         return self.crew.ended
 
     def snapshot(self) -> dict[str, Any]:
@@ -170,7 +181,8 @@ class Swarm:
     def listen(self, callback: Callable[[], None]) -> Callable[[], None]:
         """Call ``callback()`` whenever the swarm changes; return a function that removes the callback.
 
-        Any thread may call it, so the callback must be quick. If it raises, the error is logged.
+        Any thread may call it, so the callback must be quick. If it raises, the error is logged, each time. Also works
+        on a closed swarm. To call the returned function twice is harmless.
         """
         return self.journal.listen(callback)
 
@@ -186,7 +198,9 @@ class Swarm:
         Raises:
             UsageError: there are no such blocks, or the swarm is closed.
             UnknownWorker: there is no such worker.
-            WorkerLost: the worker died while it loaded the blocks. Any other error of loading is raised unchanged.
+            WorkerLost: the worker is dead, or died while it loaded the blocks.
+            NbdistError: the worker does not answer. Any other error of loading is raised unchanged.
+            NotInitialized: RPC has ended in this process.
         """
         self.crew.check_open()
         spans = self.crew.runs_before(worker) if begin is None and end is None else []
@@ -202,8 +216,9 @@ class Swarm:
         notebooks/09_swarm.ipynb.
 
         Raises:
-            UsageError: the worker does not serve, or the swarm is closed.
+            UsageError: the worker does not serve, as after a first call, or if it is dead; or the swarm is closed.
             NoRoute: no other worker can take its blocks. The worker continues to serve.
+            NotInitialized: RPC has ended in this process.
         """
         self.crew.check_open()
         member = self.crew.member(worker)
@@ -224,6 +239,7 @@ class Swarm:
         Raises:
             UsageError: there are no such blocks, the worker does not serve and has to `join` first, or the swarm is
                 closed.
+            NotInitialized: RPC has ended in this process.
             NbdistError: the worker died or did not answer. After this or any other error of loading, no block has
                 moved.
         """
@@ -244,7 +260,8 @@ class Swarm:
         Returns at once; the next call to the worker, or this process's agent, notices the death.
 
         Raises:
-            UsageError: the worker does not serve, or is this very process; or the swarm is closed.
+            UsageError: the worker does not serve, is gone already, or is this very process; or the swarm is closed.
+            NotInitialized: RPC has ended in this process.
         """
         self.crew.check_open()
         with self.crew.working():
@@ -253,7 +270,8 @@ class Swarm:
     def close(self) -> None:
         """Stop serving: the workers drop blocks and caches, and the file of weights that `serve` wrote is removed.
 
-        Models made from the swarm then raise UsageError. A second call changes nothing.
+        Models made from the swarm then raise UsageError. A second call changes nothing. Raises nothing if a worker is
+        dead or RPC has ended.
         """
         # Before the workers are offline: a map shows them as they were.
         if not self.ended:
@@ -283,7 +301,8 @@ class Swarm:
             recover: as for `serve`; by default as the swarm's.
 
         Raises:
-            UsageError: ``cache`` is of another class, ``recover`` is not valid, or the swarm is closed.
+            UsageError: ``cache`` is of another class or has a session, there are no such blocks, ``recover`` is not
+                valid, or the swarm is closed. Errors of servers come with the first step, not here.
         """
         self.crew.check_open()
         self.check(begin, end)
@@ -294,7 +313,7 @@ class Swarm:
     def tokenizer(self) -> Any:
         """Load and return the model's tokenizer; raise transformers' error if the model came without one.
 
-        Raises UsageError if the swarm is closed and has removed its folder.
+        Raises UsageError if the swarm is closed and has removed its folder. Asks no worker.
         """
         if not self.checkpoint.folder.exists():  # a folder of the user's outlives the swarm
             self.crew.check_open()
@@ -315,6 +334,8 @@ class Swarm:
 
         Raises:
             UsageError: the swarm is closed, ``recover`` is not valid, or the model came without a head.
+            NoRoute: no worker can serve the first block, which is called once.
+            NotInitialized: RPC has ended in this process.
 
         Example:
             >>> import transformers
@@ -336,14 +357,18 @@ class Swarm:
         return self._model("CausalLM", recover)
 
     def model(self, *, recover: Recover | None = None) -> Any:
-        """Make a transformers model without a head; it returns hidden states. Arguments are those of `causal_lm`."""
+        """Make a transformers model without a head; it returns hidden states. Arguments are those of `causal_lm`.
+
+        So are its errors: UsageError if the swarm is closed or ``recover`` is not valid, NoRoute without a worker.
+        """
         return self._model("Model", recover)
 
     def sequence_classifier(self, num_labels: int | None = None, *, recover: Recover | None = None) -> Any:
         """Make a transformers model that classifies sequences. The other arguments are those of `causal_lm`.
 
         If the model came without such a head, it gets a new head with random weights, which you must train.
-        ``num_labels`` is the number of classes; by default the number in the model's configuration.
+        ``num_labels`` is the number of classes; by default the number in the model's configuration. Raises UsageError
+        if it is less than 1, and otherwise the errors of `causal_lm`.
         """
         check_count("num_labels", num_labels)
         return self._model("SequenceClassification", recover, num_labels)
@@ -351,7 +376,8 @@ class Swarm:
     def sequential(self) -> RemoteSequential:
         """Return all blocks as one module, from hidden states to hidden states. Slices of it are some of the blocks.
 
-        `nbdist.swarm.client.sequential.RemoteSequential` has an example. Raises UsageError if the swarm is closed.
+        `nbdist.swarm.client.sequential.RemoteSequential` has an example. Raises UsageError if the swarm is closed,
+        NoRoute if no worker can serve the first block, and NotInitialized if RPC has ended.
         """
         self.crew.check_open()
         blocks = remote_model(self.sessions, self.checkpoint, "Model", recover=self.sessions.policy.recover)

@@ -23,7 +23,9 @@ from nbdist.errors import NbdistError
 class NoRoute(NbdistError):
     """No server has some block, and none can load it; or too many servers failed one after the other.
 
-    `Swarm.join` gives the swarm another worker. `Swarm.log` and `Swarm.states` show what happened to the servers.
+    Calls of models, steps of sessions and `Swarm.route` raise it once ``route_timeout`` of `nbdist.swarm.serve` is over
+    and no worker is joining; `Swarm.leave` raises it at once. `Swarm.join` gives the swarm another worker. `Swarm.log`
+    and `Swarm.states` show what happened to the servers.
     ``docs/errors.md`` has examples.
     """
 

@@ -24,7 +24,8 @@ State = Literal["waiting", "granted", "expired", "over"]
 class CacheFull(NbdistError):
     """A server has no memory for a session's caches: they exceed its limit, or no memory became free in time.
 
-    The limit is ``cache_bytes`` of `nbdist.swarm.serve`. The session cannot continue; the swarm and other sessions can.
+    The limit is ``cache_bytes`` of `nbdist.swarm.serve`, the wait ``cache_timeout``. Calls of models and steps of
+    sessions raise it. The session cannot continue; the swarm and other sessions can.
     ``docs/errors.md`` has examples.
     """
 

@@ -56,6 +56,9 @@ class NotHere(NbdistError):
 class Options:
     """Settings of each server, which `nbdist.swarm.serve` takes as keyword arguments.
 
+    The constructor checks nothing: `serve` raises UsageError for a value that is not possible, and the servers' errors
+    for a ``device`` or ``dtype`` that they cannot use. The fields cannot be changed.
+
     Example:
         >>> nbdist.swarm.Options(cache_bytes=10**9).session_timeout
         3600.0
