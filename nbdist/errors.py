@@ -218,6 +218,8 @@ class NotUnique(RendezvousError):
 class GroupError(NbdistError):
     """A process group cannot be used any more, or not yet. The text says why, and what to do.
 
+    A collective on a worker raises it: an interrupt has broken the group off, a worker has destroyed it, or workers
+    were restarted or have joined.
     ``docs/troubleshooting.md`` has an example.
     """
 
@@ -273,6 +275,8 @@ class VersionMismatch(ProtocolError):
 
 class Interrupted(NbdistError):
     """The user's Ctrl-C, or a cancellation, ended a call or a wait that KeyboardInterrupt could not reach.
+
+    ``except Exception`` catches it, unlike KeyboardInterrupt. A function may still run on its worker.
 
     Example:
         >>> w = torch.ones(2, requires_grad=True)

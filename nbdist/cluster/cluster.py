@@ -187,8 +187,8 @@ class Cluster:
     def partings(self, probes: Mapping[str, Future[Probe]] | None = None) -> list[Parting]:
         """Return the collectives that not all members of a process group have called in the same way.
 
-        Waits for the workers' answers, about a second at most. Dead workers are left out, and nothing is raised for them
-        or for silent ones. AttributeError before `start`. ``probes`` are answers of `probe` for workers that have
+        Waits for the workers' answers, about a second at most. Leaves dead workers out, and raises nothing for dead or
+        silent ones. AttributeError before `start`. ``probes`` are answers of `probe` for workers that have
         not answered a call; by default, their hosts are asked.
         """
         return self._cells.collation.partings(probes)
