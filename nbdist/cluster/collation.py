@@ -26,7 +26,7 @@ from nbdist.cluster.kernels.crash_reports import share_expected
 from nbdist.cluster.kernels.workers import Worker
 from nbdist.cluster.lifecycle import Lifecycle
 from nbdist.cluster.output.arranger import stream_text
-from nbdist.cluster.partings import Parting, find_odd_ones, find_partings, say_last
+from nbdist.cluster.partings import Parting, find_odd_one, find_partings, say_last
 from nbdist.cluster.processes.probe import ANSWER_WITHIN, Probe
 from nbdist.cluster.worker import flight_recorder
 from nbdist.errors import NbdistError
@@ -77,7 +77,8 @@ class Collation:
 
         ``probes`` have been asked of the hosts of workers that have not answered. Those may hold the GIL.
         """
-        told = _told(asked)
+        if not (told := _told(asked)):
+            return []
         groups = [history for histories in told.values() for history in histories]
         for worker in self._workers:
             if worker.name not in told and worker.name in probes and probes[worker.name].done():
@@ -144,7 +145,8 @@ class Collation:
                 _print(cell, f"{each.text}{_SHIFTED if goes_on else ''}")
         for worker in self._workers:
             if worker.name in lost and (share := share_expected(worker.lost or "")) is not None:
-                for odd in find_odd_ones(_told(asked), [each.name for each in self._workers], worker.name, share):
+                names = [each.name for each in self._workers]
+                if odd := find_odd_one(_told(asked), names, worker.name, share):
                     innocent = f": {worker.name}, which gloo ended, gave the same as the rest"
                     _print(cell, f"{odd} gave another size than all others{innocent if odd != worker.name else ''}")
 

@@ -108,6 +108,9 @@ class Lookout:
             return
         now = time.monotonic()
         held: dict[str, str] = {}
+        self._probes = {
+            each.worker: self._probes[each.worker] for each in self._running() if each.worker in self._probes
+        }
         in_collective = self._is_blind = False
         for part in self._running():
             found, answer = None, asked.get(part.worker)
@@ -128,8 +131,9 @@ class Lookout:
             if why := self._say_held(self._team.find(part.worker), found, now):
                 held[part.worker] = why
         for worker, answer in self._probes.items():
-            if answer.done() and (frames := answer.result().frames):
-                self._stands.told(worker, next((line.place for line in users_lines(read_frames(frames))), ""))
+            with contextlib.suppress(Exception):  # its host cannot be reached
+                if answer.done() and (frames := answer.result().frames):
+                    self._stands.told(worker, next((line.place for line in users_lines(read_frames(frames))), ""))
         told = self._collation.ask() if in_collective else {}
         self._loop.call_later(_ANSWER_WITHIN if told else 0, self._show, held, told)
 

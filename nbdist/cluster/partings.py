@@ -61,28 +61,30 @@ def say_last(histories: Mapping[str, Sequence[GroupHistory]], names: Sequence[st
     return said
 
 
-def find_odd_ones(
+def find_odd_one(
     histories: Mapping[str, Sequence[GroupHistory]], names: Sequence[str], lost: str, share: float
-) -> list[str]:
-    """Return the worker that gave another number of bytes to the last collective than all others, in each group.
+) -> str | None:
+    """Return the worker that gave another number of bytes to the last collective than all others.
 
-    ``lost`` is the worker that gloo has ended; it expected ``share`` of the bytes that another one sent to it. A group
-    where one odd worker is not certain is left out. The other arguments are as for `find_partings`.
+    Returns None where that is not certain. ``lost`` is the worker that gloo has ended; it expected ``share`` of the
+    bytes that another one sent to it. The other arguments are as for `find_partings`.
     """
-    odd = []
-    for members in _groups_of([lost], histories, names):
-        is_whole = {*members, lost} == {names[rank] for history in members.values() for rank in history.ranks}
-        bytes_given = {worker: history.kinds[history.given[-1]].bytes for worker, history in members.items()}
-        by_size = grouped(bytes_given, bytes_given.__getitem__)
-        sizes = sorted(by_size)
-        if not is_whole or 0 in sizes or len({each.last for each in members.values()}) > 1:
-            continue
-        if len(sizes) == 1 and len(members) > 1:
-            odd.append(lost)
-        elif len(sizes) == 2 and abs(sizes[1] * share - sizes[0]) <= _ROUNDED * sizes[0]:  # the larger was the sender
-            by_size[sizes[0]].append(lost)
-            odd += [workers[0] for workers in by_size.values() if len(workers) == 1]
-    return odd
+    groups = _groups_of([lost], histories, names)
+    if len(groups) != 1:  # in which group it died is not known
+        return None
+    (members,) = groups
+    is_whole = {*members, lost} == {names[rank] for history in members.values() for rank in history.ranks}
+    bytes_given = {worker: history.kinds[history.given[-1]].bytes for worker, history in members.items()}
+    by_size = grouped(bytes_given, bytes_given.__getitem__)
+    sizes = sorted(by_size)
+    if not is_whole or 0 in sizes or len({each.last for each in members.values()}) > 1:
+        return None
+    if len(sizes) == 1 and len(members) > 1:
+        return lost
+    if len(sizes) == 2 and abs(sizes[1] * share - sizes[0]) <= _ROUNDED * sizes[0]:  # the larger was the sender
+        by_size[sizes[0]].append(lost)
+        return next((workers[0] for workers in by_size.values() if len(workers) == 1), None)
+    return None
 
 
 def _groups_of(
@@ -127,7 +129,9 @@ def _lack(members: Mapping[str, GroupHistory], names: Sequence[str], at_rest: bo
     counts = not any(members[worker].busy for worker in absent) if at_rest else bool(waits)
     if len(absent) == len(members) or not counts:
         return None
-    there = {worker: history for worker, history in members.items() if history.last >= number}
+    there = {worker: history for worker, history in members.items() if history.first <= number <= history.last}
+    if not there:  # their recorders have dropped it
+        return None
     given = [history.kinds[history.given[number - history.first]] for history in there.values()]
     places = " and ".join(dict.fromkeys(each.place for each in given if each.place))
     tensors = f", {given[0].tensors}" if given[0].tensors else ""

@@ -9,8 +9,8 @@ import pathlib
 import pytest
 
 from nbdist.cluster.group_history import Given, GroupHistory, Wait
-from nbdist.cluster.partings import find_odd_ones, find_partings
-from nbdist.cluster.worker.flight_recorder import histories
+from nbdist.cluster.partings import find_odd_one, find_partings
+from nbdist.cluster.worker.flight_recorder import decode, histories
 
 FLIGHTS = sorted(pathlib.Path(__file__).with_name("flights").glob("*.json"))
 GROUPS = {"0": [0, 1, 2], "1": [0, 1], "2": [0, 2]}
@@ -167,13 +167,13 @@ def test_a_group_without_a_name_is_named_by_its_members():
     ("given", "expected", "sent", "odd"),
     [
         # What each living worker gave, in elements; the bytes that worker1 expected and was sent, as gloo said.
-        ({0: 1000, 2: 1500}, 668, 1000, ["worker2"]),
-        ({0: 1500, 2: 1000}, 668, 1000, ["worker0"]),
-        ({0: 30, 2: 60}, 20, 40, ["worker2"]),
-        ({0: 1000, 2: 1000}, 336, 668, ["worker1"]),
-        ({0: 1000, 2: 1500}, 100, 1000, []),  # worker1 gave a third size
-        ({0: 1000}, 668, 1000, []),  # worker2 has not answered
-        ({0: None, 2: 1000}, 668, 1000, []),  # a collective in which sizes may differ
+        ({0: 1000, 2: 1500}, 668, 1000, "worker2"),
+        ({0: 1500, 2: 1000}, 668, 1000, "worker0"),
+        ({0: 30, 2: 60}, 20, 40, "worker2"),
+        ({0: 1000, 2: 1000}, 336, 668, "worker1"),
+        ({0: 1000, 2: 1500}, 100, 1000, None),  # worker1 gave a third size
+        ({0: 1000}, 668, 1000, None),  # worker2 has not answered
+        ({0: None, 2: 1000}, 668, 1000, None),  # a collective in which sizes may differ
     ],
 )
 def test_the_worker_that_gave_another_size_than_all_others_is_found(given, expected, sent, odd):
@@ -181,7 +181,10 @@ def test_the_worker_that_gave_another_size_than_all_others_is_found(given, expec
     for rank, elements in given.items():
         kind = Given("all_reduce", f"float32[{elements}]", elements, "float32")
         told[NAMES[rank]] = [GroupHistory("0", "default group", [0, 1, 2], 1, [0], [kind])]
-    assert find_odd_ones(told, NAMES, "worker1", expected / sent) == odd
+    assert find_odd_one(told, NAMES, "worker1", expected / sent) == odd
+    for each in told.values():  # in which group worker1 died is not known then
+        each.append(GroupHistory("1", "", [0, 1, 2], 1, [0], [Given("all_reduce", "float32[2]", 2, "float32")]))
+    assert find_odd_one(told, NAMES, "worker1", expected / sent) is None
 
 
 @pytest.mark.parametrize(
@@ -189,3 +192,26 @@ def test_the_worker_that_gave_another_size_than_all_others_is_found(given, expec
 )
 def test_the_bytes_of_a_collective(dtype, size):
     assert Given("all_reduce", "", 3, dtype).bytes == size
+
+
+@pytest.mark.parametrize(
+    ("first", "formed_at", "told"),
+    [
+        (0, 0, {"0": 3, "1": 0}),  # group 1 has called nothing
+        (7, 0, {"0": 3}),  # what group 1 has called may have been dropped
+        (7, 150, {"0": 2, "1": 0}),  # but not since it formed
+    ],
+)
+def test_a_record_of_another_process_claims_nothing_that_it_may_have_dropped(first, formed_at, told):
+    record = {"entries": [entry(n + 1, record_id=first + n, time_created_ns=100 * (n + 1)) for n in range(3)]}
+    groups = [GroupHistory("0", "default group", [0, 1]), GroupHistory("1", "group 'pair'", [0, 1])]
+    assert {each.name: len(each.given) for each in decode(json.dumps(record).encode(), formed_at, groups)} == told
+
+
+def test_a_process_that_has_called_nothing_at_all_says_so():
+    assert decode(b'{"version": "2.10"}', 5, [GroupHistory("0", "", [0, 1])]) == [GroupHistory("0", "", [0, 1])]
+
+
+def test_a_collective_that_all_recorders_have_dropped_is_not_missed():
+    told = {"worker0": [history(12, first=10, waits=[Wait(12)])], "worker1": [history(5)]}
+    assert find_partings(told, NAMES, at_rest=True) == []

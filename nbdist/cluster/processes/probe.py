@@ -22,7 +22,8 @@ import msgspec
 from nbdist.cluster.processes.process_memory import own_bytes
 from nbdist.cluster.processes.setup import WHERE_SIGNAL, record_socket, where_file
 
-ANSWER_WITHIN = 0.3  # seconds to wait for the frames
+ANSWER_WITHIN = 0.3  # seconds to wait for an answer
+_RECORD_WITHIN = 0.1  # seconds of these for each read of the record, which takes some milliseconds
 _POLL = 0.005  # seconds between two looks at the file
 _LARGE = 1 << 18  # bytes of the file above which it is emptied first: each question appends to it
 _RECORD = "/handler/fr_trace_json?includecollectives=true"
@@ -55,40 +56,44 @@ def probe(folder: Path, name: str, pid: int | None, send: Callable[[str, int], N
 
     def ask() -> None:
         frames, record, formed = "", b"", 0
-        with contextlib.suppress(OSError):
-            frames = _ask_for_frames(where_file(str(folder), name), lambda: send(name, WHERE_SIGNAL))
+        deadline = time.monotonic() + ANSWER_WITHIN  # one for both: a worker that is stopped answers neither
         with contextlib.suppress(OSError, http.client.HTTPException):
             record, formed = _read_record(record_socket(str(folder), name))
+        with contextlib.suppress(OSError):
+            frames = _ask_for_frames(where_file(str(folder), name), lambda: send(name, WHERE_SIGNAL), deadline)
         found.set_result(Probe(frames, own_bytes(pid), _cpu_seconds(pid), record, formed))
 
     threading.Thread(target=ask, name="nbdist-probe", daemon=True).start()
     return found
 
 
-def _ask_for_frames(path: str, signal_it: Callable[[], None]) -> str:
+def _ask_for_frames(path: str, signal_it: Callable[[], None], deadline: float) -> str:
     """Signal a worker and return the frames that it then writes to the file at ``path``."""
     if os.path.getsize(path) > _LARGE:
         os.truncate(path, 0)
     before = os.path.getsize(path)
     signal_it()
-    deadline = time.monotonic() + ANSWER_WITHIN
     while not (answer := _read_from(path, before)).endswith(_ENDS) and time.monotonic() < deadline:
         time.sleep(_POLL)
     return answer
 
 
 class _UnixConnection(http.client.HTTPConnection):
-    """Connects to a Unix socket, whose path is given as the host."""
+    """A connection to the server at a Unix socket."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__("localhost", timeout=_RECORD_WITHIN)
+        self._path = path
 
     def connect(self) -> None:
         self.sock = socket.socket(socket.AF_UNIX)
         self.sock.settimeout(self.timeout)
-        self.sock.connect(self.host)
+        self.sock.connect(self._path)
 
 
 def _read_record(path: str) -> tuple[bytes, int]:
     """Return what a worker tells at the socket at ``path``, and the socket's time; OSError if it tells nothing."""
-    connection = _UnixConnection(path, timeout=ANSWER_WITHIN)
+    connection = _UnixConnection(path)
     with contextlib.closing(connection):
         connection.request("POST", _RECORD)
         return connection.getresponse().read(), os.stat(path).st_mtime_ns

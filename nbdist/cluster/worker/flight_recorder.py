@@ -67,9 +67,9 @@ def state() -> object:
 
 def read(formed_at: int, *, places: bool) -> list[GroupHistory]:
     """Return the histories of the groups since ``formed_at``, by `time.time_ns`; with ``places``, with lines."""
-    entries = [each for each in flight_record(frames=places).get("entries", ()) if each["time_created_ns"] >= formed_at]
+    present, is_whole = _since(formed_at, flight_record(frames=places).get("entries", ()))
     titles = {name: _title(group) for name, group in groups_by_name().items()}
-    return histories(entries, process_groups(), titles, thread_frames() if places else {})
+    return histories(present, process_groups(), titles, thread_frames() if places else {}, is_whole)
 
 
 def decode(record: bytes, formed_at: int, groups: Iterable[GroupHistory]) -> list[GroupHistory]:
@@ -77,10 +77,17 @@ def decode(record: bytes, formed_at: int, groups: Iterable[GroupHistory]) -> lis
 
     ``record`` and ``formed_at`` are the probe's.
     """
-    told = msgspec.json.decode(record).get("entries", ())  # missing before the process's first collective
-    entries = [each for each in told if each["time_created_ns"] >= formed_at]
+    entries = msgspec.json.decode(record).get("entries", ())  # missing before the process's first collective
+    present, is_whole = _since(formed_at, entries)
     ranks = {each.name: each.ranks for each in groups}
-    return histories(entries, ranks, {each.name: each.title for each in groups}, {})
+    return histories(present, ranks, {each.name: each.title for each in groups}, {}, is_whole)
+
+
+def _since(formed_at: int, entries: Sequence[Mapping[str, Any]]) -> tuple[list[Mapping[str, Any]], bool]:
+    """Return the entries since the group formed, and whether the recorder has dropped none of these."""
+    present = [each for each in entries if each["time_created_ns"] >= formed_at]
+    # It drops the oldest first: with one from before, or the first of all, none is missing.
+    return present, len(present) < len(entries) or not entries or entries[0]["record_id"] == 0
 
 
 def histories(
@@ -88,8 +95,12 @@ def histories(
     groups: Mapping[str, Sequence[int]],
     titles: Mapping[str, str],
     threads: Mapping[int, FrameType],
+    is_whole: bool = True,
 ) -> list[GroupHistory]:
-    """Return the history of each group in ``groups``, which has the members' ranks, from the recorder's ``entries``."""
+    """Return the history of each group in ``groups``, which has the members' ranks, from the recorder's ``entries``.
+
+    If they are not whole, a group without entries is left out: the recorder may have dropped them.
+    """
     of_group: dict[str, dict[int, Mapping[str, Any]]] = {name: {} for name in groups}
     for entry in entries:
         known, number = of_group.get(entry["process_group"][0]), entry["collective_seq_id"]
@@ -100,7 +111,9 @@ def histories(
         known[number] = entry
     busy = any(say_place(each) is not None for each in threads.values())
     return [
-        _history(name, groups[name], titles.get(name, ""), known, threads, busy) for name, known in of_group.items()
+        _history(name, groups[name], titles.get(name, ""), known, threads, busy)
+        for name, known in of_group.items()
+        if known or is_whole
     ]
 
 
