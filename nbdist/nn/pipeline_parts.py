@@ -17,6 +17,7 @@ from nbdist.optim.local import ask_all
 from nbdist.optim.saving import differing
 from nbdist.rpc.agent import Agent
 from nbdist.rpc.calls.collecting import Collection
+from nbdist.rpc.failures import text_of_error
 from nbdist.rpc.futures import Future
 from nbdist.rpc.latch import Latch
 from nbdist.rpc.references.rref import RRef
@@ -77,7 +78,7 @@ class PipelineParts:
             outcome.wait(agent.read_as_guest)
             return [answer.value() for answer in answers]
         except BaseException as error:  # also Ctrl-C: no worker may wait for the others for ever
-            abandoned = self._abandon(step, context_id, f"{type(error).__name__}: {error}")
+            abandoned = self._abandon(step, context_id, f"{type(error).__name__}: {text_of_error(error)}")
             if on_failure is not None:
                 on_failure(error)
             if isinstance(error, Exception):  # Ctrl-C does not wait

@@ -34,6 +34,7 @@ from nbdist.autograd.watching.observer import Observer, Stopped
 from nbdist.gpus import spans
 from nbdist.nn.inbox import Inbox
 from nbdist.nn.schedules import KINDS, Op, Table, goes_to, what_it_needs
+from nbdist.rpc.failures import text_of_error
 
 
 def plan_of_step(context_id: int, table: Table, workers: Sequence[str], stages: int) -> Plan:
@@ -82,7 +83,7 @@ class WatchedStep:
     def end(self, error: BaseException | None, told: Mapping[int, int]) -> None:
         """Tell the watcher that the step is over, and how many messages each worker, by incarnation, has sent to it."""
         if self.head is not None and self._context is not None:
-            why = f"{type(error).__name__}: {error}" if error is not None else ""
+            why = f"{type(error).__name__}: {text_of_error(error)}" if error is not None else ""
             self._observing.tell_over(self.head, self._context, why, dict(told))
 
 

@@ -17,6 +17,7 @@ from nbdist.gpus import spans
 from nbdist.optim.parameters import name_of
 from nbdist.rpc import api
 from nbdist.rpc.asking import ask_each
+from nbdist.rpc.failures import text_of_error
 from nbdist.rpc.references.rref import RRef
 
 
@@ -151,6 +152,6 @@ def ask_all(function: Any, arguments: Mapping[str, Sequence[Any]]) -> dict[str, 
     answers = ask_each(api.current_agent(), function, arguments)
     errors = answers.errors
     if len(errors) > 1:
-        told = "\n".join(f"  {name}: {type(error).__name__}: {error}" for name, error in errors.items())
+        told = "\n".join(f"  {name}: {type(error).__name__}: {text_of_error(error)}" for name, error in errors.items())
         raise StepFailed(f"{len(errors)} workers failed:\n{told}") from next(iter(errors.values()))
     return answers.or_raise()

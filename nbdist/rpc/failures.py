@@ -63,7 +63,7 @@ def describe(error: BaseException, worker: str, function: str) -> Failure:
     if isinstance(error, Exception):
         # Not only EncodeError: an error whose class raises SystemExit while it is pickled must be an answer, too
         # (test_an_error_whose_class_raises_whatever_is_asked_of_it_is_an_answer). Then its name and text travel.
-        with contextlib.suppress(BaseException):
+        with contextlib.suppress(Exception, SystemExit):
             encoded = codec.encode(error, by_value=True)
             travels = msgspec.msgpack.encode(encoded.payload), [bytes(frame) for frame in encoded.frames]
     return name, text_of_error(error), note.rstrip(), travels
@@ -73,7 +73,7 @@ def text_of_error(error: BaseException) -> str:
     """Return ``str(error)``; if that raises anything, even SystemExit, return a text that says what it raised."""
     try:
         return str(error)
-    except BaseException as failed:  # without the repr of `failed`, which may raise as well
+    except (Exception, SystemExit) as failed:  # without the repr of `failed`, which may raise as well
         return f"(its __str__ raised {type(failed).__name__})"
 
 

@@ -78,7 +78,7 @@ from nbdist.channel import machine
 from nbdist.errors import NbdistError, UsageError, WorkerLost
 from nbdist.gpus import side_streams, spans
 from nbdist.gpus.spans import CUDA_IS_BUILT
-from nbdist.rpc.failures import Failure, describe, rebuild
+from nbdist.rpc.failures import Failure, describe, rebuild, text_of_error
 from nbdist.rpc.futures import Future
 from nbdist.rpc.latch import Latch
 
@@ -520,7 +520,7 @@ class Passes:
         with run.lock:
             if run.ended or not (run.settled or run.marked or run.sent or waits):
                 return
-            run.reports += 1
+            run.reports += 1  # from 1 on: the root takes a worker's reports only in the order of these numbers
             report = Report(
                 run.head.id, run.reports, run.settled, run.marked, run.sent, waits, missing, run.part.reduces, observed
             )
@@ -638,7 +638,7 @@ class Passes:
         workers = run.ledger.workers if run.ledger is not None else set[int]()
         error = run.error
         self._end(run, tell=workers)
-        self.observing.end(run, f"{type(error).__name__}: {error}" if error is not None else "given up")
+        self.observing.end(run, f"{type(error).__name__}: {text_of_error(error)}" if error is not None else "given up")
 
     def _drop(self, run: Run) -> None:
         """End a pass on this worker: begin no more calls of torch's engine, and give its turn back.
