@@ -183,6 +183,7 @@ def of_leaks(forks: Sequence[tuple[GlobalId, GlobalId]]) -> RuntimeError:
     """
     said = RuntimeError("".join(f"Leaking RRef {rref} with fork Id {fork}\n" for rref, fork in forks))
     said.__cause__ = RRefError(
-        f"{len(forks)} references to values of this worker were not deleted before shutdown; delete the RRefs first"
+        f"{len(forks)} references to values of this worker were not deleted before shutdown; next time, delete the "
+        "RRefs before it"
     )
     return said

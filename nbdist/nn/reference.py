@@ -84,10 +84,10 @@ class Reference:
                 ``loss_fn`` returned no scalar or a detached one.
             Exception: a stage or ``loss_fn`` raised it. The gradients of earlier micro-batches stay in ``.grad``.
         """
-        step, self.steps = self.steps, self.steps + 1
         inputs, targets = as_tuple(inputs), as_tuple(targets)
         rows = rows_of_both(inputs, targets)
         sizes = portions(rows, self.micro_batches)
+        step, self.steps = self.steps, self.steps + 1  # not for a refused batch: `Pipeline` counts none there
         losses = []
         parts = zip(sizes, split(inputs, sizes), split(targets, sizes), strict=True)
         for number, (size, values, target) in enumerate(parts):

@@ -43,12 +43,7 @@ def read_groups(given: Any) -> list[Group]:
 
     Raises UsageError if there is no parameter, an entry is no reference, or the user gave two parameters the same name.
     """
-    entries = _read_entries(given)
-    if entries and all(isinstance(entry, Mapping) for entry in entries):  # `_group` refuses a group beside references
-        groups = [_read_group(index, entry) for index, entry in enumerate(entries)]
-    else:
-        groups = [_group(entries, "params_rref", {})]  # references and pairs make one group without options
-    groups = [group for group in groups if group.rrefs]
+    groups = [group for group in _read_all(given) if group.rrefs]
     if not groups:
         raise UsageError("optimizer got an empty parameter list")
     twice = [name for name, count in Counter(n for g in groups for n in g.names if n is not None).items() if count > 1]
@@ -61,8 +56,15 @@ def read_groups(given: Any) -> list[Group]:
 
 
 def read_rrefs(given: Any) -> list[RRef[Any]]:
-    """Return the references of ``given``, a list of them that may be empty. Raises UsageError as `read_groups` does."""
-    return _group(_read_entries(given), "params_rref", {}).rrefs
+    """Return the references of ``given``, a list of them or of groups; raise UsageError for another entry."""
+    return [rref for group in _read_all(given) for rref in group.rrefs]
+
+
+def _read_all(given: Any) -> list[Group]:
+    entries = _read_entries(given)
+    if entries and all(isinstance(entry, Mapping) for entry in entries):  # `_group` refuses a group beside references
+        return [_read_group(index, entry) for index, entry in enumerate(entries)]
+    return [_group(entries, "params_rref", {})]  # references and pairs make one group without options
 
 
 def _read_entries(given: Any) -> list[Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
+from numbers import Real
 from typing import Any, Literal, SupportsIndex, cast, get_args
 
 from nbdist import durations
@@ -32,7 +33,7 @@ class Policy:
         given = {each.name: arguments[each.name] for each in fields(cls)}
         check_count("chunk", given["chunk"])
         check_count("micro_batch", given["micro_batch"])
-        check_count("room", given["room"], least=0)
+        check_amount("room", given["room"])
         check_function("spend", given["spend"])
         check_recover(given["recover"])
         given["step_timeout"] = durations.positive(given["step_timeout"], "step_timeout")
@@ -41,10 +42,16 @@ class Policy:
         return cls(**given)
 
 
-def check_count(name: str, count: Any, least: int = 1) -> None:
-    """Raise UsageError if an argument is neither None nor a whole number of at least ``least``."""
-    if count is not None and not (isinstance(count, SupportsIndex) and operator.index(count) >= least):
-        raise UsageError(f"{name} must be a whole number of at least {least}, or None, not {count!r}")
+def check_count(name: str, count: Any) -> None:
+    """Raise UsageError if an argument is neither None nor a whole number of at least 1."""
+    if count is not None and not (isinstance(count, SupportsIndex) and operator.index(count) >= 1):
+        raise UsageError(f"{name} must be a whole number of at least 1, or None, not {count!r}")
+
+
+def check_amount(name: str, amount: Any) -> None:
+    """Raise UsageError if an argument is neither None nor a number of at least 0, such as ``4e9``."""
+    if amount is not None and not (isinstance(amount, Real) and float(amount) >= 0):
+        raise UsageError(f"{name} must be a number of at least 0, or None, not {amount!r}")
 
 
 def check_function(name: str, value: Any) -> None:

@@ -15,7 +15,7 @@ from nbdist.rpc import api
 from nbdist.swarm import adapter
 from nbdist.swarm.client import routing
 from nbdist.swarm.named_models import folder_of
-from nbdist.swarm.policy import Policy, Recover, check_count, check_function
+from nbdist.swarm.policy import Policy, Recover, check_amount, check_count, check_function
 from nbdist.swarm.server.server import Options
 from nbdist.swarm.swarm import Swarm
 
@@ -96,7 +96,7 @@ def serve(
     if not isinstance(workers, Sequence) or isinstance(workers, str):
         raise UsageError(f"workers is a list of names or ids, such as [0, 1], not {workers!r}")
     check_count("largest", servers.largest)
-    check_count("cache_bytes", servers.cache_bytes, least=0)
+    check_amount("cache_bytes", servers.cache_bytes)
     check_function("prioritize", servers.prioritize)
     durations.positive(servers.session_timeout, "session_timeout")
     tell = trace.steps()
@@ -116,7 +116,7 @@ def serve(
         raise UsageError(f"{len(spans)} spans need {len(spans)} workers, but `workers` has only {len(workers)}")
     for begin, end in spans:
         found.check(begin, end)
-    names = [api.current_agent().find(worker).name for worker in workers[: len(spans)]]
+    names = [api.current_agent().find(worker).name for worker in list(workers)[: len(spans)]]
     if len(set(names)) < len(names):
         raise UsageError(f"each worker serves one span, but some are named twice: {', '.join(names)}")
     with found.crew.working():

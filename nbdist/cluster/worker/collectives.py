@@ -92,7 +92,8 @@ _BROKEN_OFF = (
     "an interrupt has broken this process group off, or a worker has destroyed it; `%dist_restart -p` forms it anew"
 )
 _NOT_YET = (
-    "this worker has no process group: it is formed anew once all workers are idle; `%dist_restart -p` forms it at once"
+    "this worker has no process group: it is formed anew once all workers are idle, or by `%dist_restart -p`, which "
+    "waits for running cells"
 )
 _DESTROYED = (
     "destroy_process_group has ended this worker's process group: it is formed anew once all workers are idle, or by "

@@ -155,7 +155,7 @@ class Shutdown:
             if time.monotonic() > deadline:
                 raise RendezvousError(
                     f"shutdown of {self._membership.me.name} timed out, with {self._doing() or 'calls that it made'} "
-                    "still running. Allow more time with shutdown(timeout=...), or wait for these calls first"
+                    "still running. Next time, allow more with shutdown(timeout=...), or wait for these calls first"
                 )
             time.sleep(0.002)
         self._references.release_all()
@@ -177,7 +177,7 @@ class Shutdown:
             if now > deadline:
                 raise RendezvousError(
                     f"shutdown: still waiting for {' '.join(self._waiting_for())}. "
-                    "Allow more time with shutdown(timeout=...)"
+                    "Next time, allow more with shutdown(timeout=...)"
                 )
             exchange, (who, what) = self._exchange, self._waiting_for()
             if reminder.is_due(now, exchange.served, exchange.active, what):

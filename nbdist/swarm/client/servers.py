@@ -280,7 +280,10 @@ class Servers:
             self._changed.notify_all()
         if member.state != "online":
             self.check_open()  # if the swarm was closed meanwhile, that is the cause
-            raise Gone(f"{member.name} has loaded its blocks, but is {member.state} meanwhile: it left, or died")
+            raise Gone(
+                f"{member.name} has loaded its blocks, but is {member.state} meanwhile: it left, or died. Once it "
+                "runs, let it `join` again"
+            )
         self._journal.tell(f"{member.name} serves {named(blocks)}")
 
     def relieve(self, member: ServerRecord) -> None:
