@@ -69,6 +69,7 @@ def examine(invitation: str | None = None) -> int:
 
 def _notebook(path: str) -> str:
     """Print what a worker of this host would find at the notebook of an invitation; return the notebook's versions."""
+    from nbdist.cluster.hosts.admission import describe_myself
     from nbdist.cluster.hosts.interfaces import interface_of
     from nbdist.cluster.hosts.invitations import read_invitation
     from nbdist.cluster.hosts.trials import TrialWay
@@ -87,7 +88,7 @@ def _notebook(path: str) -> str:
             if _try("bandwidth", lambda: _bandwidth(way, trips[0].fastest)):  # else its answer may still come
                 _try("other ports", lambda: _ports_there(way, facts))
     found = f"nbdist {facts.nbdist}, Python {facts.python}, torch {facts.torch} on {facts.host}: a worker may join"
-    mine = _facts().torch
+    mine = describe_myself("", 0).torch
     if facts.torch != mine:
         found += f"\ntorch is {mine} here. Install the same torch on all hosts: NCCL works only with itself."
     return found
