@@ -66,9 +66,9 @@ class InProcessChannel(Channel):
         return [self.address]
 
     def connect(self, addresses: Sequence[str], is_large: bool = False) -> InProcessLink:
-        """Return a link to the first of ``addresses`` of an in-process channel. Raises ChannelError if there is none.
+        """Return a link to the first of ``addresses`` that begins with ``inprocess://``. ChannelError if none does.
 
-        The other channel need not be open, nor this one: messages to a closed channel are lost, without an error.
+        This channel need not be open. Messages to one that is closed, or of another network, are lost without an error.
         ``is_large`` changes nothing here.
         """
         for address in addresses:

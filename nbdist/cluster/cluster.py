@@ -128,7 +128,10 @@ class Cluster:
 
     @classmethod
     def of(cls, spec: Spec) -> Cluster:
-        """Return a new cluster, which has not started, as ``spec`` describes it."""
+        """Return a new cluster, which has not started, as ``spec`` describes it.
+
+        Raises UsageError or TypeError for a value that is impossible, as the constructor does.
+        """
         options = {**vars(spec), "rpc": RpcBackendOptions(**spec.rpc)}
         return cls(options.pop("count"), **options)
 
@@ -202,7 +205,7 @@ class Cluster:
     def awaited(self) -> list[str]:
         """The workers that had to become idle, when `restart` was last called, for the process group to form anew.
 
-        Dead ones are among them. It is not updated later, and empty unless the cluster runs.
+        Dead ones are among them. The list is not updated later. It is empty before `start` and after `shutdown`.
         """
         return self._changes.awaited if self.running else []
 

@@ -296,7 +296,10 @@ class Pipeline:
         return self
 
     def eval(self) -> Pipeline:
-        """Put all stages into evaluation mode: ``train(False)``, with its errors. Returns the pipeline."""
+        """Put all stages into evaluation mode, and return the pipeline.
+
+        Raises WorkerLost (StepFailed if several workers fail), RpcTimeout or NotInitialized, as `train` does.
+        """
         return self.train(False)
 
     def state_dict(self) -> dict[str, Any]:

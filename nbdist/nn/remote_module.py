@@ -175,7 +175,10 @@ class RemoteModule(torch.nn.Module):
         return self
 
     def eval(self) -> RemoteModule:
-        """Put the module into evaluation mode: ``train(False)``, with its errors. Returns the handle."""
+        """Put the module into evaluation mode, and return the handle.
+
+        Raises RpcTimeout, WorkerLost or NotInitialized, as `train` does.
+        """
         return self.train(False)
 
     def state_dict(  # type: ignore[override]

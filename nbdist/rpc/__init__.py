@@ -7,6 +7,10 @@ tensor([4., 4.])
 tensor([0., 0., 0.])
 """
 
+# Inside: `core` decides, and knows no socket, thread or clock; `calls`, `references` and `world` encode, run and settle
+# what it has decided; `links` and `pool` move messages and run them; `agent` makes and joins the parts; `start` brings
+# it into a world; `api` is torch's face. `docs/a_call.md` goes through them.
+
 from __future__ import annotations
 
 from nbdist.rpc import functions

@@ -70,7 +70,8 @@ class RpcBackendOptions:
 
     Raises:
         UsageError: a value is out of range; the text says which values are allowed.
-        TypeError: there is no such option, or a time is no number.
+        TypeError: there is no such option (torch's ``_transports`` and ``_channels`` are ignored), or a time is no
+            number.
         RuntimeError: torch does not know a device. Whether this machine has it, and whether ``init_method``, ``secret``
             and ``host`` can be used, only `init_rpc` says, which reads the options; later changes have no effect.
 

@@ -621,7 +621,8 @@ def _brought(hidden: torch.Tensor, device: str) -> torch.Tensor:
 
 def _wait_for(found: torch.Tensor) -> None:
     if found.is_cuda:
-        torch.cuda.current_stream(found.device).synchronize()  # so that this time is counted
+        # So that this time is counted: the client chooses routes by the seconds of steps (`StepReply.seconds`).
+        torch.cuda.current_stream(found.device).synchronize()
 
 
 def _check_dtype(dtype: torch.dtype | None, device: str) -> None:
