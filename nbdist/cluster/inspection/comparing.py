@@ -112,7 +112,7 @@ def _fingerprint(path: str, part: Any) -> Print:
         return Print(path, kind, hashlib.sha256(repr(sorted(map(repr, part))).encode()).hexdigest())
     try:
         return Print(path, kind, hashlib.sha256(pickle.dumps(part)).hexdigest())
-    except Exception:
+    except Exception:  # a class of the user that does not pickle, for whatever reason
         return Print(path, kind, hashlib.sha256(repr(part).encode()).hexdigest())
 
 
