@@ -115,8 +115,9 @@ class Collation:
             is_known = list(map(id, latest)) == list(map(id, self._compared))
             self._compared = latest
             told = {worker.name: worker.histories for worker in self._workers if worker.alive}
-            is_new = not is_known and any(self._key(each) not in self._told for each in self._part(told, True))
-            differs = is_new or (not is_known and bool(self._has_lost(cell)))
+            differs = not is_known and (
+                bool(self._has_lost(cell)) or any(self._key(each) not in self._told for each in self._part(told, True))
+            )
         finally:
             if not differs:
                 end()

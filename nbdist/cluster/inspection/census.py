@@ -333,10 +333,7 @@ class CensusWalk:
             self.nbytes += nbytes
 
     def _note_watched(self, key: int | Place) -> None:
-        """Note in `met` that the value leads to an object or buffer, if `Census.watched` asks for that.
-
-        ``key`` is an object's ``id``, or a buffer's device and address.
-        """
+        """Note in `met` that the value leads to an object (an ``id``) or buffer, if `Census.watched` asks for it."""
         number = self._census.watched.get(key)
         if number is not None:
             self.met.add(number)

@@ -207,11 +207,7 @@ def ask_all(what: Callable[[], Any]) -> tuple[dict[str, Any], list[str]]:
 
 
 def _tell_owners() -> None:
-    """Tell the owners which references this worker has released.
-
-    `collect` calls this on all workers before it asks for reports, so that owners do not list users that are gone.
-    """
-    current_agent().reap()
+    current_agent().reap()  # before the reports: else owners would list users that are gone
 
 
 def _report() -> MemoryReport:

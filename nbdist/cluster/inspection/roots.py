@@ -132,8 +132,5 @@ def _variables(roots: Roots) -> Iterator[tuple[str, Any]]:
 
 
 def _is_own(name: str, value: object, hidden: dict[str, Any]) -> bool:
-    """Return whether a variable is the shell's own, not the user's.
-
-    ``hidden`` has the shell's own variables; one that the user has given another value is the user's.
-    """
+    # One of the shell's own variables to which the user has given another value is the user's.
     return name[:2] == "__" or hidden.get(name) is value or name in ("In", "Out", "exit", "quit", "get_ipython")
