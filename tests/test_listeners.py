@@ -6,9 +6,10 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 
 import psutil
+import pytest
 import swarm_models
 from frontend import Notebook
 from listening import family, listening, ports, reachable
@@ -34,23 +35,29 @@ def other_interface() -> str:
     return next((name for _, name in socket.if_nameindex() if name != "lo"), "lo")
 
 
-def seen(pids: Iterable[int]) -> set[str]:
-    """Return where processes listen. There has to be something, and nobody else may reach any of it."""
-    found = listening(pids)
+def seen(pids: Iterable[int], earlier: Set[str] = frozenset()) -> set[str]:
+    """Return where processes listen, but for ``earlier``. There is something, and nobody else may reach any of it."""
+    found = listening(pids) - earlier
     assert found
     assert not reachable(found)
     return found
 
 
-def test_a_store_of_torchs_own_would_be_found():
+@pytest.fixture
+def earlier() -> set[str]:
+    """Where this process listens already: the gloo group of a DDP module does so even after its end."""
+    return listening([os.getpid()])
+
+
+def test_a_store_of_torchs_own_would_be_found(earlier):
     import torch.distributed as dist
 
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    assert ports(reachable(listening([os.getpid()]))) == [store.port]
+    assert ports(reachable(listening([os.getpid()]) - earlier)) == [store.port]
     del store
 
 
-def test_sockets_that_other_users_reach_would_be_found(tmp_path):
+def test_sockets_that_other_users_reach_would_be_found(tmp_path, earlier):
     tmp_path.chmod(0o755)
     (tmp_path / "closed").mkdir(mode=0o700)
     with socket.socket(socket.AF_UNIX) as closed, socket.socket(socket.AF_UNIX) as abstract:
@@ -60,7 +67,7 @@ def test_sockets_that_other_users_reach_would_be_found(tmp_path):
             udp.bind(("0.0.0.0", 0))
             for listener in (closed, abstract):
                 listener.listen()
-            found = listening([os.getpid()])
+            found = listening([os.getpid()]) - earlier
             assert str(tmp_path / "closed" / "socket") in found
             assert reachable(found) == {"@nbdist-test", f"0.0.0.0:{udp.getsockname()[1]}"}
 
@@ -68,19 +75,18 @@ def test_sockets_that_other_users_reach_would_be_found(tmp_path):
 # -- a cluster, with a swarm ----------------------------------------------------------------------
 
 
-def test_a_cluster_and_a_swarm_listen_on_loopback_and_in_their_folder(monkeypatch):
+def test_a_cluster_and_a_swarm_listen_on_loopback_and_in_their_folder(monkeypatch, earlier):
     """Only gloo has ports, and only in workers, whatever interface the environment names for it."""
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", other_interface())
-    earlier = listening([os.getpid()])  # what other tests have left open
     with nbdist.Cluster(2) as cluster:
         everybody = {*family(os.getpid()), *(worker.pid for worker in cluster.workers)}
         swarm = serve(swarm_models.make("llama"), workers=[0, 1])
         swarm_models.generate(swarm.causal_lm(), "greedy")
         cluster.execute("subgroup = dist.new_group([0, 1]); dist.all_reduce(torch.ones(1), group=subgroup)")
-        seen(everybody)
+        found = seen(everybody, earlier)
         gloo = {worker.name: ports(seen([worker.pid])) for worker in cluster.workers}
         assert all(gloo.values())
-        assert ports(listening(everybody) - earlier) == sorted(port for found in gloo.values() for port in found)
+        assert ports(found) == sorted(port for each in gloo.values() for port in each)
 
         before = cluster.workers[1].pid
         psutil.Process(before).kill()
@@ -88,7 +94,7 @@ def test_a_cluster_and_a_swarm_listen_on_loopback_and_in_their_folder(monkeypatc
         cluster.restart("worker1", process_group=True)
         cluster.execute("dist.all_reduce(torch.ones(1))")
         assert cluster.workers[1].pid != before
-        seen({*family(os.getpid()), *(worker.pid for worker in cluster.workers)})
+        seen({*family(os.getpid()), *(worker.pid for worker in cluster.workers)}, earlier)
 
 
 # -- a world of plain processes -------------------------------------------------------------------
