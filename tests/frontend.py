@@ -176,11 +176,11 @@ class Notebook:
             self.pump(0.05)
 
     def stacks(self):
-        """Where every thread of the kernel is, for whoever reads why a test failed."""
+        """Where every thread of the kernel is, the main thread first, for whoever reads why a test failed."""
         with contextlib.suppress(OSError):
             os.kill(self.pid, signal.SIGUSR1)
             time.sleep(0.5)
-            return self._stacks.read_text()
+            return "\n\n".join(reversed(self._stacks.read_text().split("\n\n")))  # some reports cut the end off
         return "(the kernel is gone)"
 
     def pump(self, wait=0.0):
