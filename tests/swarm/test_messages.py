@@ -89,7 +89,7 @@ class Crew:
     """Servers of which worker1 opens a session and takes its first step, until a call that is in `failing`."""
 
     options = SimpleNamespace(cache_bytes=None)
-    policy = SimpleNamespace(step_timeout=1.0, spend=lambda *_: 0.0)
+    policy = SimpleNamespace(step_timeout=1.0, cache_timeout=1.0, chunk=None, spend=lambda *_: 0.0)
     incarnation = 1
     working = contextlib.nullcontext
 
@@ -128,10 +128,7 @@ class Crew:
 def test_servers_that_fail_one_after_the_other(steps, failing, text):
     crew = Crew()
     journal = SimpleNamespace(stepped=lambda *_: None, news=lambda: None, tell=lambda _: None)
-    session = Session(
-        crew, journal, SimpleNamespace(layers=[]), begin=0, end=6, recover="exact", expected=0, chunk=None,
-        cache_timeout=1.0,
-    )  # fmt: skip
+    session = Session(crew, journal, SimpleNamespace(layers=[]), begin=0, end=6, recover="exact", expected=0)
     hidden, calls = torch.ones(1, 2, 3), [adapter.LayerCall((), {})] * 6
     for _ in range(steps):
         session.step(hidden, calls)

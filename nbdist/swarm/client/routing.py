@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from nbdist.amounts import plural
 from nbdist.errors import NbdistError
@@ -36,6 +36,15 @@ class Span(NamedTuple):
     server: str
     begin: int
     end: int
+
+    def part_of(self, item: Any, first: int, hidden: Any) -> Any:
+        """Return the part of an item for these blocks; the item, a `Step` or `StackInput`, begins with block ``first``.
+
+        ``hidden``, the input of these blocks, takes the place of the item's hidden states.
+        """
+        own = slice(self.begin - first, self.end - first)
+        prompts = item.prompts[own] if item.prompts is not None else None
+        return item._replace(hidden=hidden, calls=item.calls[own], prompts=prompts)
 
 
 def cut(sizes: Sequence[int], parts: int) -> list[tuple[int, int]]:

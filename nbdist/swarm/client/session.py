@@ -81,17 +81,7 @@ class Session:
     """
 
     def __init__(
-        self,
-        crew: Servers,
-        journal: Journal,
-        empty: Any,
-        *,
-        begin: int,
-        end: int,
-        recover: Recover,
-        expected: int,
-        chunk: int | None,
-        cache_timeout: float,
+        self, crew: Servers, journal: Journal, empty: Any, *, begin: int, end: int, recover: Recover, expected: int
     ) -> None:
         self.id = f"{os.getpid()}.{next(_numbers)}"  # by which servers know the session
         self.recover: Recover = recover
@@ -101,8 +91,6 @@ class Session:
         self._empty = empty  # the cache with which servers begin
         self._begin, self._end = begin, end
         self._expected = expected
-        self._chunk = chunk
-        self._cache_timeout = cache_timeout
         self.rows = 1  # the sequences in the batch, as of the last step
         self._before: list[Operation] = []  # on the client's cache since the last step
         self._parts: list[_Part] = []  # the route; empty before the first step
@@ -184,20 +172,18 @@ class Session:
             self._parts = self._open_on_a_route(self._begin, self._end)
         # The position of the first new token. Operations that crop the cache come first; their numbers are negative.
         begin = self.tokens + sum(min(0, each.args[0]) for each in before if each.name == "crop")
-        if prompts is not None:
-            prompts = prompts[:, :, begin : begin + hidden.shape[1]]
-        size = self._chunk
-        if size is None or hidden.shape[1] <= size:
-            return self._step_with_spares(Step(before, hidden, tuple(calls), prompts if _is_some(prompts) else None))
+        size = self._crew.policy.chunk
+        pieces: Sequence[tuple[torch.Tensor, Sequence[Any]]] = [(hidden, calls)]
+        if size is not None and hidden.shape[1] > size:
+            pieces = merging.split(hidden, calls, begin, size, model_cache.windows(self._empty), self._begin)
         found = []
-        for given, called in merging.split(hidden, calls, begin, size, model_cache.windows(self._empty), self._begin):
-            prompt = prompts[:, :, : given.shape[1]] if prompts is not None else None
-            found.append(
-                self._step_with_spares(Step(before, given, tuple(called), prompt if _is_some(prompt) else None))
-            )
-            prompts = prompts[:, :, given.shape[1] :] if prompts is not None else None
+        for given, called in pieces:
+            own = prompts[:, :, begin : begin + given.shape[1]] if prompts is not None else None
+            step = Step(before, given, tuple(called), own if own is not None and own.shape[2] else None)
+            found.append(self._step_with_spares(step))
+            begin += given.shape[1]
             before = ()  # only for the first of the smaller steps
-        return torch.cat(found, 1)
+        return torch.cat(found, 1) if len(found) > 1 else found[0]
 
     def _step_with_spares(self, step: Step) -> torch.Tensor:
         """Take one step, with new servers in place of lost ones; return the output of the last span.
@@ -210,7 +196,7 @@ class Session:
         hidden, at, tries = step.hidden, 0, 0
         while at < len(self._parts):
             part, lost = self._parts[at], at
-            own = self._part_for_span(part, step, hidden)
+            own: Step = part.span.part_of(step, self._begin, hidden)
             try:
                 if part not in sent:
                     # A server that lacks a block must not get the step: it could compute only a part of it.
@@ -237,39 +223,25 @@ class Session:
             hidden, at = result, at + 1
         return hidden
 
-    def _part_for_span(self, part: _Part, step: Step, hidden: torch.Tensor) -> Step:
-        """Return the part of a step for one span of the route; ``hidden`` is the span's input."""
-        span = slice(part.span.begin - self._begin, part.span.end - self._begin)
-        return Step(step.before, hidden, step.calls[span], step.prompts[span] if step.prompts is not None else None)
-
     def _send(self, at: int, step: Step, hidden: torch.Tensor) -> dict[_Part, tuple[Future[StepReply], float]]:
         """Call all servers from span number ``at`` on for a step; return the future and the time of each call."""
         self._link()
         crew = self._crew
-        points = crew.policy.spend("step", hidden.shape[0] * hidden.shape[1])
+        patience, moving = crew.policy.step_timeout, carriage(hidden)
+        options = {"patience": patience, "points": crew.policy.spend("step", hidden.shape[0] * hidden.shape[1])}
         # Only the first server gets its input with the call. The others wait for a push of the server before.
         nothing = hidden.new_empty(0)
         found = {}
         for number, part in enumerate(self._parts[at:]):
-            told = self._part_for_span(part, step, nothing if number else hidden)
-            asked = crew.send(
-                part.member,
-                "step",
-                self.id,
-                part.span.begin,
-                self._number,
-                told,
-                pushed=number > 0,
-                behind=number * (crew.policy.step_timeout + carriage(hidden)),
-                patience=crew.policy.step_timeout,
-                points=points,
-                extra=number * crew.policy.step_timeout + (number + 1) * carriage(hidden),
-            )
-            found[part] = asked, time.perf_counter()
+            own = part.span.part_of(step, self._begin, nothing if number else hidden)
+            behind = number * (patience + moving)
+            options |= {"pushed": number > 0, "behind": behind, "extra": behind + moving}
+            found[part] = self._send_to(part, "step", self._number, own, **options), time.perf_counter()
         return found
 
-    def _push_input(self, part: _Part, number: int, hidden: torch.Tensor) -> None:
-        self._crew.send(part.member, "push", self.id, part.span.begin, number, hidden, extra=carriage(hidden))
+    def _send_to(self, part: _Part, method: str, *args: Any, **options: Any) -> Future[Any]:
+        """Call a method of a span's server for this session, without waiting, as `Servers.send` does."""
+        return self._crew.send(part.member, method, self.id, part.span.begin, *args, **options)
 
     def _wait_for_result(
         self, part: _Part, asked: Future[StepReply], since: float, own: Step, *, first: bool
@@ -283,7 +255,7 @@ class Session:
             with contextlib.suppress(Exception):  # an error of the call is raised by `Servers.answer` below
                 asked.wait(_PUSH_SECONDS + carriage(own.hidden))
             if not asked.done():
-                self._push_input(part, self._number, own.hidden)
+                self._send_to(part, "push", self._number, own.hidden, extra=carriage(own.hidden))
         # The server has its input by now, so its time counts from here on. It is not to blame for earlier servers.
         within = None if first else self._crew.policy.step_timeout + carriage(own.hidden)
         reply = self._crew.answer(part.member, asked, within)
@@ -305,7 +277,7 @@ class Session:
         """
         for _ in range(_MAX_LOST_SERVERS):
             way = self._crew.way(begin, end)
-            parts = [_Part(span, member, self._history()) for span, member in way]
+            parts = [_Part(span, member, History(model_cache.forgets(self._empty))) for span, member in way]
             try:
                 self._open(parts)
             except BaseException as error:  # also Ctrl-C: some servers may have reserved memory
@@ -326,12 +298,9 @@ class Session:
         asked = []
         for part in parts:
             blocks = part.span.end - part.span.begin
-            patience = self._cache_timeout if limited else 0.0
+            patience = crew.policy.cache_timeout if limited else 0.0
             wants = self.rows, max(self._expected, self.tokens), blocks, patience
-            answer = crew.send(
-                part.member, "open", self.id, part.span.begin, self._empty, crew.incarnation, self._expected, wants,
-                extra=patience,
-            )  # fmt: skip
+            answer = self._send_to(part, "open", self._empty, crew.incarnation, self._expected, wants, extra=patience)
             # One after the other, in the order of the route: two sessions that each hold memory on one server and wait
             # for memory on the other would wait for ever.
             if limited:
@@ -341,22 +310,12 @@ class Session:
         for part, answer in asked:
             crew.answer(part.member, answer)
 
-    def _history(self) -> History:
-        return History(model_cache.forgets(self._empty))
-
     def _link(self) -> None:
-        asked = []
-        for part, then in itertools.pairwise(self._parts):
-            if part.linked is not then:
-                asked.append(
-                    (
-                        part,
-                        then,
-                        self._crew.send(
-                            part.member, "link", self.id, part.span.begin, then.member.address, then.span.begin
-                        ),
-                    )
-                )
+        asked = [
+            (part, then, self._send_to(part, "link", then.member.address, then.span.begin))
+            for part, then in itertools.pairwise(self._parts)
+            if part.linked is not then
+        ]
         for part, then, answer in asked:
             with contextlib.suppress(Gone):  # the step will notice that the server is gone
                 self._crew.answer(part.member, answer)
@@ -393,25 +352,13 @@ class Session:
         """
         if not part.used or not part.member.there or part.member.is_banned(time.monotonic()):
             return None
-        way = self._crew.way(part.span.begin, part.span.end)
-        if len(way) != 1:
-            return None
-        ((span, member),) = way
-        if member is part.member:
+        crew = self._crew
+        (span, member), *others = crew.way(part.span.begin, part.span.end)
+        if others or member is part.member:
             return None
         try:
-            self._crew.ask(
-                member,
-                "adopt",
-                self.id,
-                span.begin,
-                span.end,
-                part.member.address,
-                part.span.begin,
-                self._crew.incarnation,
-                self._crew.policy.step_timeout,
-                extra=self._crew.policy.step_timeout,
-            )
+            patience, other = crew.policy.step_timeout, (part.member.address, part.span.begin)
+            crew.ask(member, "adopt", self.id, span.begin, span.end, *other, crew.incarnation, patience, extra=patience)
         except NbdistError as error:  # the old server, or the new one, may have died meanwhile
             self._journal.tell(f"session {self.id} could not be moved to {member.name}: {error}")
             return None
@@ -445,20 +392,10 @@ class Session:
         """Take a step of the span ``gone`` through the spans that replace it, one by one; return the result."""
         hidden = step.hidden
         for part in parts:
-            span = slice(part.span.begin - gone.span.begin, part.span.end - gone.span.begin)
-            prompts = step.prompts[span] if step.prompts is not None else None
-            own = Step(step.before, hidden, step.calls[span], prompts)
-            reply: StepReply = self._crew.ask(
-                part.member,
-                "step",
-                self.id,
-                part.span.begin,
-                REPLAYED,
-                own,
-                push=False,
-                patience=self._crew.policy.step_timeout,
-                extra=carriage(hidden),
-            )
+            own = part.span.part_of(step, gone.span.begin, hidden)
+            patience = self._crew.policy.step_timeout
+            asked = self._send_to(part, "step", REPLAYED, own, push=False, patience=patience, extra=carriage(hidden))
+            reply: StepReply = self._crew.answer(part.member, asked)
             part.history.add(own, reply.result)
             part.used = True
             hidden = reply.result
@@ -507,10 +444,6 @@ class Session:
                 self._replace(self._parts.index(part))
         except NbdistError as error:  # the next step tries again, and raises it if it occurs again
             self._journal.tell(f"session {self.id} could not leave {part.member.name} yet: {error}")
-
-
-def _is_some(prompts: torch.Tensor | None) -> bool:
-    return prompts is not None and prompts.shape[2] > 0
 
 
 def _named(span: Span) -> str:

@@ -50,16 +50,9 @@ class Sessions:
         self.crew.check_open()
         recover = self.way_to_recover(recover)
         recorded = model_cache.RecordedCache(cache, len(self.crew.sizes))
+        end = len(self.crew.sizes) if end is None else end
         session = Session(
-            self.crew,
-            self._journal,
-            recorded.empty,
-            begin=begin,
-            end=len(self.crew.sizes) if end is None else end,
-            recover=recover,
-            expected=expected,
-            chunk=self.policy.chunk,
-            cache_timeout=self.policy.cache_timeout,
+            self.crew, self._journal, recorded.empty, begin=begin, end=end, recover=recover, expected=expected
         )
         recorded.tell = session.note
         cache.nbdist = recorded, session
