@@ -35,6 +35,20 @@ class StackLayout(NamedTuple):
         each = dict(self.several).get(name, 1)
         return each if tensor.shape[0] == each * batch else 0
 
+    def select(self, call: Any, batch: int, which: Any) -> Any:
+        """Return a `LayerCall` of ``batch`` sequences for those that ``which``, a slice or an index tensor, selects.
+
+        Arguments without rows for sequences stay as they are.
+        """
+        args = tuple(self._select(value, place, batch, which) for place, value in enumerate(call.args))
+        return type(call)(args, {name: self._select(value, name, batch, which) for name, value in call.kwargs.items()})
+
+    def _select(self, value: Any, name: str | int, batch: int, which: Any) -> Any:
+        if type(value) in (tuple, list):
+            return type(value)(self._select(each, name, batch, which) for each in value)
+        each = self.rows(value, batch, name) if isinstance(value, torch.Tensor) else 0
+        return value.reshape(batch, each, *value.shape[1:])[which].flatten(0, 1) if each else value
+
 
 DEFAULT_LAYOUT = StackLayout()  # an argument with as many rows as there are sequences has one for each
 
@@ -47,8 +61,7 @@ def compare(one: Any, two: Any) -> StackLayout:
     shared, several = set[str | int](), list[tuple[str | int, int]]()
     for first, second in ((dict(enumerate(one.args)), dict(enumerate(two.args))), (one.kwargs, two.kwargs)):
         for name, value in first.items():
-            pairs = zip(_tensors(value), _tensors(second[name]), strict=True)
-            for own, other in pairs:
+            for own, other in zip(_tensors(value), _tensors(second[name]), strict=True):
                 if own.dim() < 2 or own.shape[0] == 1:  # `rows` reads such an argument right by itself
                     continue
                 if other.shape[0] == own.shape[0]:
@@ -89,17 +102,7 @@ def stack(items: Sequence[StackInput]) -> StackInput | None:
         return None  # a gradient has a wrong shape: stacked with others, it might fit by chance
     texts = _Texts([item.hidden.shape[0] for item in items], items[0].layout)
     try:
-        calls = tuple(
-            type(items[0].calls[number])(
-                tuple(
-                    texts.join(each, place)
-                    for place, each in enumerate(_values_by_place([call.args for call in called]))
-                ),
-                texts.join_named([call.kwargs for call in called]),
-            )
-            for number in range(len(items[0].calls))
-            for called in [[item.calls[number] for item in items]]
-        )
+        calls = tuple(texts.join_calls(called) for called in _values_by_place([item.calls for item in items]))
     except _Differs:
         return None
     # The result has no prompts: `Server` computes a request with prompts alone.
@@ -131,10 +134,14 @@ class _Texts:
         self._batches = batches
         self._layout = layout
 
-    def join_named(self, values: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        if any(value.keys() != values[0].keys() for value in values):
+    def join_calls(self, calls: Sequence[Any]) -> Any:
+        """Join the `LayerCall`s of one block."""
+        first = calls[0]
+        if any(call.kwargs.keys() != first.kwargs.keys() for call in calls):
             raise _Differs
-        return {name: self.join([value[name] for value in values], name) for name in values[0]}
+        args = [self.join(each, place) for place, each in enumerate(_values_by_place([call.args for call in calls]))]
+        kwargs = {name: self.join([call.kwargs[name] for call in calls], name) for name in first.kwargs}
+        return type(first)(tuple(args), kwargs)
 
     def join(self, values: Sequence[Any], name: str | int) -> Any:
         """Join the values of one argument: tensors along the batch; others must be equal."""
@@ -184,30 +191,5 @@ def _part(item: StackInput, batch: int, begin: int, end: int) -> StackInput:
     prompts = item.prompts
     if prompts is not None and prompts.shape[1] > 1:  # else all sequences share them
         prompts = prompts[:, begin:end]
-    rows = _Rows(batch, begin, end, item.layout)
-    calls = tuple(
-        type(call)(
-            tuple(rows.of(value, place) for place, value in enumerate(call.args)),
-            {name: rows.of(value, name) for name, value in call.kwargs.items()},
-        )
-        for call in item.calls
-    )
+    calls = tuple(item.layout.select(call, batch, slice(begin, end)) for call in item.calls)
     return StackInput(item.hidden[begin:end], calls, prompts, None, item.layout)
-
-
-class _Rows(NamedTuple):
-    """The sequences from ``begin`` to before ``end`` of a request with ``batch`` sequences."""
-
-    batch: int
-    begin: int
-    end: int
-    layout: StackLayout
-
-    def of(self, value: Any, name: str | int) -> Any:
-        """Return the rows of an argument for these sequences; the whole argument if its rows are not for sequences."""
-        if type(value) in (tuple, list):
-            return type(value)(self.of(each, name) for each in value)
-        if not isinstance(value, torch.Tensor):
-            return value
-        each = self.layout.rows(value, self.batch, name)
-        return value[self.begin * each : self.end * each] if each else value

@@ -19,7 +19,7 @@ with the known outputs of the single steps (`is_near`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -69,8 +69,7 @@ def merge(history: History, layout: StackLayout = DEFAULT_LAYOUT) -> Merged:
         for operation in step.before:
             batch = _operate(pieces, operation, batch, layout)
         begin = pieces[-1].end if pieces else 0
-        calls = [(tuple(args), dict(kwargs)) for args, kwargs in step.calls]
-        pieces.append(_Piece(begin, step.hidden.shape[1], (step.hidden, result, calls, step.prompts)))
+        pieces.append(_Piece(begin, step.hidden.shape[1], (step.hidden, result, step.calls, step.prompts)))
         batch = step.hidden.shape[0]
     if not pieces:
         raise Unmergeable("no tokens are left")
@@ -123,44 +122,20 @@ def _operate(pieces: list[_Piece], operation: Operation, batch: int, layout: Sta
         if pieces:
             pieces[-1].size = left - pieces[-1].begin
         return batch
-    change: Callable[[torch.Tensor], torch.Tensor]
-    if name in ("reorder_cache", "batch_select_indices"):
-        (rows,) = args
-        change = lambda tensor: tensor[rows]  # noqa: E731
-        after = len(torch.arange(batch)[rows]) if batch else 0
-    elif name == "batch_repeat_interleave":
-        change = lambda tensor: tensor.repeat_interleave(args[0], 0)  # noqa: E731
-        after = batch * args[0]
-    elif name == "activate_past_recording":  # makes sliding windows ready to be cropped; changes no tokens
+    if name == "activate_past_recording":  # makes sliding windows ready to be cropped; changes no tokens
         return batch
+    if name in ("reorder_cache", "batch_select_indices"):
+        rows = torch.arange(batch)[args[0]] if batch else torch.arange(0)
+    elif name == "batch_repeat_interleave":
+        rows = torch.arange(batch).repeat_interleave(args[0])
     else:
         raise Unmergeable(f"the cache was changed by an unknown operation {name}")
     for piece in pieces:
         hidden, result, calls, prompts = piece.values
         if prompts is not None and prompts.shape[1] > 1:
-            prompts = change(prompts.transpose(0, 1)).transpose(0, 1)
-        calls = [
-            (
-                tuple(_by_rows(value, place, batch, change, layout) for place, value in enumerate(args)),
-                {name: _by_rows(value, name, batch, change, layout) for name, value in kwargs.items()},
-            )
-            for args, kwargs in calls
-        ]
-        piece.values = change(hidden), change(result), calls, prompts
-    return after
-
-
-def _by_rows(
-    value: Any, name: str | int, batch: int, change: Callable[[torch.Tensor], torch.Tensor], layout: StackLayout
-) -> Any:
-    """Apply ``change`` to the rows of an argument, if it has rows for each of ``batch`` sequences."""
-    if type(value) in (tuple, list):
-        return type(value)(_by_rows(each, name, batch, change, layout) for each in value)
-    each = layout.rows(value, batch, name) if isinstance(value, torch.Tensor) else 0
-    if not each:
-        return value
-    shape = value.shape
-    return change(value.reshape(batch, each, *shape[1:])).reshape(-1, *shape[1:])
+            prompts = prompts[:, rows]
+        piece.values = hidden[rows], result[rows], [layout.select(call, batch, rows) for call in calls], prompts
+    return len(rows)
 
 
 # -- how layers were called ---------------------------------------------------------------------------
@@ -210,14 +185,14 @@ def _merge_values(values: Sequence[Any], spots: Sequence[_Spot]) -> Any:
 def _merge_tensors(tensors: Sequence[torch.Tensor], spots: Sequence[_Spot]) -> torch.Tensor:
     """Merge the tensors that an argument has in all steps, by the module's table of shapes."""
     first = tensors[0]
-    for dim in (0,) if first.dim() == 1 else (1,):
-        if first.dim() <= 3 and all(
-            tensor.dim() == first.dim()
-            and tensor.shape[dim] == spot.given
-            and tensor.shape[dim + 1 :] == first.shape[dim + 1 :]
-            for tensor, spot in zip(tensors, spots, strict=True)
-        ):
-            return _concatenated(tensors, spots, dim)
+    dim = 0 if first.dim() == 1 else 1  # of the tokens
+    if first.dim() <= 3 and all(
+        tensor.dim() == first.dim()
+        and tensor.shape[dim] == spot.given
+        and tensor.shape[dim + 1 :] == first.shape[dim + 1 :]
+        for tensor, spot in zip(tensors, spots, strict=True)
+    ):
+        return _concatenated(tensors, spots, dim)
     if all(tensor.shape[-1] == spot.end for tensor, spot in zip(tensors, spots, strict=True)):
         return tensors[-1][..., : spots[-1].total]  # a column for each token in the cache: the last step has all
     raise Unmergeable(f"the meaning of an argument of shape {tuple(first.shape)} is not known")
@@ -270,23 +245,14 @@ def split(
     """
     total = hidden.shape[1]
     # The arguments of all layers are cut in the same way, except for the sliding window of each layer.
-    cuts = [(at, min(at + size, total)) for at in range(0, total, size)]
+    by_layer = list(zip(calls, windows[first : first + len(calls)] or [None] * len(calls), strict=True))
+
+    def part(at: int, to: int) -> tuple[torch.Tensor, list[Any]]:
+        cut = [type(call)(*_cut_part(tuple(call), total, begin, at, to, window)) for call, window in by_layer]
+        return hidden[:, at:to], cut
+
     try:
-        return [
-            (
-                hidden[:, at:to],
-                [
-                    type(call)(
-                        *(
-                            _cut_part(part, total, begin, at, to, windows[first + number] if windows else None)
-                            for part in call
-                        )
-                    )
-                    for number, call in enumerate(calls)
-                ],
-            )
-            for at, to in cuts
-        ]
+        return [part(at, min(at + size, total)) for at in range(0, total, size)]
     except Unmergeable:
         return [(hidden, list(calls))]
 
