@@ -12,6 +12,9 @@ function use
 
 from __future__ import annotations
 
+import bisect
+import itertools
+import math
 import random
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -50,16 +53,10 @@ class Span(NamedTuple):
 def cut(sizes: Sequence[int], parts: int) -> list[tuple[int, int]]:
     """Divide blocks of these sizes into parts, the largest of which is as small as possible; return (begin, end)s."""
     parts = min(parts, len(sizes))
-    low, high = max(sizes), sum(sizes)
-    # By bisection on the size of the largest part.
-    while low < high:
-        middle = (low + high) // 2
-        # More parts say that this size is too small.
-        if len(_fill_from_left(sizes, middle, parts)) <= parts:
-            high = middle
-        else:
-            low = middle + 1
-    return _fill_from_left(sizes, low, parts)
+    # By bisection on the size of the largest part: too small a size gives more parts.
+    candidates = range(max(sizes), sum(sizes) + 1)
+    least = bisect.bisect_left(candidates, True, key=lambda most: len(_fill_from_left(sizes, most, parts)) <= parts)
+    return _fill_from_left(sizes, candidates[least], parts)
 
 
 def _fill_from_left(sizes: Sequence[int], most: int, parts: int) -> list[tuple[int, int]]:
@@ -110,26 +107,11 @@ def route(offers: Mapping[str, Offer], begin: int, end: int) -> list[Span]:
                 cost += behind[name][0] if stays else over
             found[name] = (cost, then)
         if not found:
-            raise NoRoute(f"no server has block {_first_missing(held, begin, end)}")
+            raise NoRoute(f"no server has block {_first_outside(set().union(*held.values()), begin, end)}")
         rest[block] = found
-    return _spans(rest, offers, held, begin, end)
-
-
-def _first_missing(held: Mapping[str, set[int]], begin: int, end: int) -> int:
-    known = set[int]().union(*held.values())
-    return next(block for block in range(begin, end) if block not in known)
-
-
-def _spans(
-    rest: Mapping[int, Mapping[str, tuple[float, str]]],
-    offers: Mapping[str, Offer],
-    held: Mapping[str, set[int]],
-    begin: int,
-    end: int,
-) -> list[Span]:
-    """Follow the table ``rest`` of `route` from the best server of the first block; return the spans."""
     if begin == end:
         return []
+    # Follow the table from the best server of the first block.
     costs = {name: cost + offers[name].hop for name, (cost, _) in rest[begin].items()}
     least = min(costs.values())
     # Times that should be equal differ by rounding. Of equally fast servers, the one with the longest row of blocks.
@@ -137,15 +119,15 @@ def _spans(
         (name for name in costs if costs[name] <= least * (1 + 1e-9)),
         key=lambda name: _first_outside(held[name], begin, end),
     )
-    found = [Span(name, begin, begin + 1)]
+    spans = [Span(name, begin, begin + 1)]
     for block in range(begin + 1, end):
         name = rest[block - 1][name][1]
-        last = found[-1]
+        last = spans[-1]
         if last.server == name:
-            found[-1] = last._replace(end=block + 1)
+            spans[-1] = last._replace(end=block + 1)
         else:
-            found.append(Span(name, block, block + 1))
-    return found
+            spans.append(Span(name, block, block + 1))
+    return spans
 
 
 def spread(offers: Mapping[str, Offer], begin: int, end: int, choose: random.Random) -> list[Span]:
@@ -169,10 +151,7 @@ def spread(offers: Mapping[str, Offer], begin: int, end: int, choose: random.Ran
 
 
 def _first_outside(numbers: set[int], begin: int, end: int) -> int:
-    at = begin
-    while at < end and at in numbers:
-        at += 1
-    return at
+    return next((number for number in range(begin, end) if number not in numbers), end)
 
 
 def assign(
@@ -201,15 +180,12 @@ def assign(
     return found
 
 
-def runs_of(numbers: Sequence[int]) -> list[list[int]]:
+def runs_of(numbers: Sequence[int]) -> list[range]:
     """Group ascending numbers into runs of consecutive numbers."""
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and runs[-1][-1] == number - 1:
-            runs[-1].append(number)
-        else:
-            runs.append([number])
-    return runs
+    known = set(numbers)
+    starts = [number for number in numbers if number - 1 not in known]
+    stops = [number + 1 for number in numbers if number + 1 not in known]
+    return list(map(range, starts, stops))
 
 
 def named(numbers: Sequence[int]) -> str:
@@ -218,15 +194,14 @@ def named(numbers: Sequence[int]) -> str:
     return f"{plural(len(numbers), 'block')} {', '.join(rows)}" if rows else "nothing"
 
 
-def _place(run: list[int], size: Sequence[int], has: dict[str, int], room: Mapping[str, int | None]) -> list[Span]:
+def _place(run: range, size: Sequence[int], has: dict[str, int], room: Mapping[str, int | None]) -> list[Span]:
     """Place a run of blocks on one server if it fits, else in parts as large as possible; return the new spans."""
     found: list[Span] = []
     while run:
-        free = {
-            name: room[name] - has[name] if room.get(name) is not None else None  # type: ignore[operator]
-            for name in has
-        }
-        fits = {name: _blocks_that_fit(run, size, left) for name, left in free.items()}
+        free = {name: math.inf if (most := room.get(name)) is None else most - has[name] for name in has}
+        sums = list(itertools.accumulate(size[number] for number in run))
+        # The first blocks of the run: a smaller block after one that does not fit would not be consecutive.
+        fits = {name: bisect.bisect_right(sums, left) for name, left in free.items()}
         most = max(fits.values())
         if not most:
             raise NoRoute(
@@ -237,16 +212,5 @@ def _place(run: list[int], size: Sequence[int], has: dict[str, int], room: Mappi
         name = min((name for name in fits if fits[name] == most), key=lambda name: has[name])
         taken, run = run[:most], run[most:]
         has[name] += sum(size[number] for number in taken)  # the caller's table: further runs count these blocks
-        found.append(Span(name, taken[0], taken[-1] + 1))
+        found.append(Span(name, taken.start, taken.stop))
     return found
-
-
-def _blocks_that_fit(run: Sequence[int], size: Sequence[int], left: int | None) -> int:
-    count = 0
-    for number in run:
-        if left is not None:
-            left -= size[number]
-            if left < 0:
-                break  # a smaller block after it would not be consecutive
-        count += 1
-    return count

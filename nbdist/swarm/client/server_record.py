@@ -121,7 +121,7 @@ class ServerRecord:
             "name": self.name,
             "state": "banned" if banned else self.state,
             "note": f"{self.note}; asked again in {self.banned_until - now:.0f} s" if banned else self.note,
-            "blocks": [[run[0], run[-1] + 1] for run in runs_of(self.blocks)],
+            "blocks": [[run.start, run.stop] for run in runs_of(self.blocks)],
             "nbytes": sum(sizes[number] for number in self.blocks),
             "cache": self.cache,
             "budget": budget,

@@ -135,7 +135,7 @@ class Servers:
         with self._changed:
             known = self._members.get(self._name_of(worker))
         had = known.had if known is not None and not known.there else []
-        return [(run[0], run[-1] + 1) for run in routing.runs_of(had)]
+        return [(run.start, run.stop) for run in routing.runs_of(had)]
 
     def _name_of(self, worker: int | str) -> str:
         """Return the name of a worker that is given by name or id; for an unknown id, the id as a text."""
