@@ -30,6 +30,7 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from nbdist.amounts import size
@@ -106,7 +107,7 @@ class Servers:
         self.closed = False
         self._agent = api.current_agent()
         self.incarnation = self._agent.me.incarnation  # when a server loses this agent, it drops this client's sessions
-        weakref.finalize(self, self._agent.on_lost(_Listener(self))).atexit = False
+        weakref.finalize(self, self._agent.on_lost(partial(_tell_loss, weakref.ref(self)))).atexit = False
 
     # -- who there is -------------------------------------------------------------------------
 
@@ -301,8 +302,10 @@ class Servers:
                 member.state = "draining"  # it is that already if an interrupted call is repeated
             self._journal.tell(f"{member.name} is about to leave")
             try:
-                while not self._load_unserved(0, len(self.sizes)):
-                    pass
+                while True:
+                    with contextlib.suppress(Gone):
+                        self._mend(0, len(self.sizes))
+                        break
             except BaseException:  # also Ctrl-C: nobody else has all of its blocks, so it goes on serving
                 with self._changed:
                     if member.state == "draining":  # unless it died meanwhile
@@ -379,11 +382,13 @@ class Servers:
         but at least ``route_timeout`` seconds; then raises `NoRoute`. Raises UsageError if the swarm is closed.
         """
         began = time.monotonic()
+        find = partial(routing.spread, choose=self._choose) if spread else routing.route
         while True:
             self.check_open()
             try:
-                if not self._load_unserved(begin, end):
-                    continue
+                self._mend(begin, end)
+            except Gone:
+                continue
             except NoRoute:
                 if not self._may_come(began):
                     raise
@@ -391,12 +396,9 @@ class Servers:
             members = self._serving()
             offers = {name: member.offer() for name, member in members.items()}
             try:
-                if spread:
-                    spans = routing.spread(offers, begin, end, self._choose)
-                else:
-                    spans = routing.route(offers, begin, end)
+                spans = find(offers, begin, end)
             except NoRoute:
-                continue  # a server has been lost since `_load_unserved`
+                continue  # a server has been lost since `_mend`
             return [(span, members[span.server]) for span in spans]
 
     def _serving(self) -> dict[str, ServerRecord]:
@@ -414,16 +416,11 @@ class Servers:
                 self._changed.wait(0.1)
         return True
 
-    def _load_unserved(self, begin: int, end: int) -> bool:
-        """Let servers load the blocks that no server has; return False if one failed and this must be repeated."""
-        try:
-            self._mend(begin, end)
-        except Gone:
-            return False  # the server is banned or lost, so the next attempt uses others
-        return True
-
     def _mend(self, begin: int, end: int) -> None:
-        """Let servers load the blocks of the range that no server has; raise `NoRoute`, or `Gone` if one fails."""
+        """Let servers load the blocks of the range that no server has; raise `NoRoute`, or `Gone` if one fails.
+
+        After `Gone`, the server is banned or lost, so a second call uses others.
+        """
         if not _lacks_block(self._serving(), begin, end):
             return
         with self._arranging:
@@ -555,16 +552,10 @@ class Servers:
                     self.send(member, "close", session, begin)  # a server without the session ignores this
 
 
-class _Listener:
-    """The agent's listener that tells a crew about lost workers."""
-
-    def __init__(self, crew: Servers) -> None:
-        self._crew = weakref.ref(crew)  # the agent lives longer than a swarm that nobody uses
-
-    def __call__(self, record: Record, why: str) -> None:
-        crew = self._crew()
-        if crew is not None:
-            crew.lose(record.incarnation, why)
+def _tell_loss(known: weakref.ref[Servers], record: Record, why: str) -> None:
+    crew = known()  # weak, because the agent lives longer than a swarm that nobody uses
+    if crew is not None:
+        crew.lose(record.incarnation, why)
 
 
 def _do_nothing() -> None:
