@@ -90,7 +90,7 @@ class Passage:
             )
         with recorded.growing(hidden.shape[0], hidden.shape[1]):  # also with gradients: the model counts these tokens
             if not wanted:
-                return session.step(hidden.detach(), calls, prompts.detach() if prompts is not None else None)
+                return session.step(hidden, calls, prompts)
             found = stateless.through(self.crew, 0, hidden, calls, prompts)
             session.refuse(
                 "this cache is of a call with gradients, so it has nothing in it: call the model under torch.no_grad() "

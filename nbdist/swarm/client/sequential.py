@@ -114,9 +114,7 @@ class RemoteSequential(nn.Module):
             return stateless.through(self._passage.crew, self._begin, hidden, calls, prompts)
         recorded, session = cache.nbdist
         with recorded.growing(hidden.shape[0], hidden.shape[1]):
-            found: torch.Tensor = session.step(
-                hidden.detach(), calls, prompts.detach() if prompts is not None else None
-            )
+            found: torch.Tensor = session.step(hidden, calls, prompts)
         return found
 
     def _block_calls(self, hidden: torch.Tensor, mask: torch.Tensor | None, cache: Any) -> list[Any]:

@@ -51,7 +51,7 @@ from nbdist.swarm.server.neighbours import Address
 from nbdist.swarm.server.server import NotHere, Options, Server
 from nbdist.swarm.server.session_caches import NoSession, StepReply
 from nbdist.swarm.server.sources import offer
-from nbdist.swarm.stacking import DEFAULT_LAYOUT, StackLayout
+from nbdist.swarm.stacking import DEFAULT_LAYOUT, StackInput, StackLayout
 from nbdist.trace import Steps
 
 if TYPE_CHECKING:
@@ -533,15 +533,18 @@ class Servers:
         """Call a method of a server and wait for its result: `send`, then `answer`."""
         return self.answer(member, self.send(member, method, *args, **kwargs))
 
-    def compute(self, member: ServerRecord, method: str, tokens: int, blocks: int, *args: Any) -> Any:
-        """Call a server's `forward` or `backward` and return its result; note how fast the server was.
+    def compute(self, member: ServerRecord, begin: int, item: StackInput) -> Any:
+        """Take an item through a server's blocks from ``begin`` on, backward if it has a gradient; return the result.
 
-        ``tokens`` is the size of the request, ``blocks`` the number of blocks that it goes through.
+        Notes how fast the server was.
         """
         began = time.perf_counter()
+        method, given = ("forward", ()) if item.gradient is None else ("backward", (item.gradient,))
+        tokens = item.hidden.shape[0] * item.hidden.shape[1]
+        args = item.hidden, item.calls, *given, item.prompts, item.layout
         points = self.policy.spend(method, tokens)
-        reply: StepReply = self.ask(member, method, *args, points=points, extra=carriage(*args))
-        member.answered(reply, time.perf_counter() - began, tokens, blocks)
+        reply: StepReply = self.ask(member, method, begin, *args, points=points, extra=carriage(*args))
+        member.answered(reply, time.perf_counter() - began, tokens, len(item.calls))
         return reply.result
 
     def abandon(self, session: str, members: Sequence[ServerRecord] | None = None, begin: int | None = None) -> None:

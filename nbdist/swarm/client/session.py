@@ -179,7 +179,8 @@ class Session:
         found = []
         for given, called in pieces:
             own = prompts[:, :, begin : begin + given.shape[1]] if prompts is not None else None
-            step = Step(before, given, tuple(called), own if own is not None and own.shape[2] else None)
+            own = own.detach() if own is not None and own.shape[2] else None
+            step = Step(before, given.detach(), tuple(called), own)
             found.append(self._step_with_spares(step))
             begin += given.shape[1]
             before = ()  # only for the first of the smaller steps

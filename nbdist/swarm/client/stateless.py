@@ -46,10 +46,12 @@ def through(
     if prompts is not None:
         prompts = prompts[:, :, : hidden.shape[1]]  # the sequences may be shorter than the prompts
     wanted = hidden.requires_grad or (prompts is not None and prompts.requires_grad)
+    own = prompts.detach() if prompts is not None else None
+    item = StackInput(hidden.detach(), tuple(calls), own, None, crew.layout)
     if torch.is_grad_enabled() and wanted:
-        found: torch.Tensor = _Through.apply(hidden, prompts, crew, begin, calls)  # type: ignore[no-untyped-call]
+        found: torch.Tensor = _Through.apply(hidden, prompts, crew, begin, item)  # type: ignore[no-untyped-call]
         return found
-    return forward(crew, begin, StackInput(hidden.detach(), tuple(calls), _detached(prompts), None, crew.layout))[0]
+    return forward(crew, begin, item)[0]
 
 
 def forward(crew: Servers, begin: int, item: StackInput) -> tuple[torch.Tensor, list[list[_Entrance]]]:
@@ -70,14 +72,10 @@ def _one_micro_batch(crew: Servers, begin: int, item: StackInput) -> tuple[torch
     while at < end:
         try:
             for span, member in crew.way(at, end, spread=True):
-                own = _of_blocks(item, hidden, begin, span.begin, span.end)
-                size = hidden.shape[0] * hidden.shape[1]
-                blocks = span.end - span.begin
-                hidden_after = crew.compute(
-                    member, "forward", size, blocks, span.begin, own.hidden, own.calls, own.prompts, own.layout
-                )
+                own = span.part_of(item, begin, hidden)
+                hidden = crew.compute(member, span.begin, own)
                 found.append(_Entrance(span.begin, span.end, own))
-                hidden, at = hidden_after, span.end  # a new route begins here, after the spans that are done
+                at = span.end  # a new route begins here, after the spans that are done
         except Gone as gone:
             tries = _count_try(tries, gone)
     return hidden, found
@@ -93,21 +91,13 @@ def _count_try(tries: int, gone: Gone) -> int:
     return tries
 
 
-def _of_blocks(item: StackInput, hidden: torch.Tensor, first: int, begin: int, end: int) -> StackInput:
-    """Return the input of the span from ``begin`` to before ``end``; ``item`` begins with block ``first``."""
-    span = slice(begin - first, end - first)
-    prompts = item.prompts[span] if item.prompts is not None else None
-    return StackInput(hidden, item.calls[span], prompts, None, item.layout)
-
-
 class _Through(torch.autograd.Function):
     """The autograd function for a row of blocks; its inputs are ``hidden`` and ``prompts``."""
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: torch.Tensor, prompts: torch.Tensor | None, crew: Servers, begin: int, calls: Sequence[Any]
+        ctx: Any, hidden: torch.Tensor, prompts: torch.Tensor | None, crew: Servers, begin: int, item: StackInput
     ) -> torch.Tensor:
-        item = StackInput(hidden.detach(), tuple(calls), _detached(prompts), None, crew.layout)
         found, ctx.ways = forward(crew, begin, item)
         ctx.crew, ctx.begin = crew, begin
         ctx.shape = prompts.shape if prompts is not None else None
@@ -150,23 +140,16 @@ def _back_through(
         try:
             way = []
             hidden = item.hidden
-            size = hidden.shape[0] * hidden.shape[1]
             for span, member in crew.way(begin, end, spread=True):
-                own = _of_blocks(item, hidden, begin, span.begin, span.end)
+                own = span.part_of(item, begin, hidden)
                 way.append((span, member, own))
                 # Several servers may have the blocks of the span now: they need inputs that no forward pass has kept.
                 if span.end < end:
-                    blocks = span.end - span.begin
-                    hidden = crew.compute(
-                        member, "forward", size, blocks, span.begin, own.hidden, own.calls, own.prompts, own.layout
-                    )
+                    hidden = crew.compute(member, span.begin, own)
             found = gradient
             prompts: list[torch.Tensor] = []
             for span, member, own in reversed(way):
-                blocks = span.end - span.begin
-                found, prompt = crew.compute(
-                    member, "backward", size, blocks, span.begin, own.hidden, own.calls, found, own.prompts, own.layout
-                )
+                found, prompt = crew.compute(member, span.begin, own._replace(gradient=found))
                 if prompt is not None:
                     prompts.insert(0, prompt)  # in forward order
         except Gone as gone:
@@ -196,7 +179,3 @@ def _run_each(crew: Servers, jobs: Sequence[tuple[Any, tuple[Any, ...]]]) -> lis
     finally:
         # After an error or an interrupt, the other results are not wanted.
         pool.shutdown(wait=False, cancel_futures=True)
-
-
-def _detached(prompts: torch.Tensor | None) -> torch.Tensor | None:
-    return prompts.detach() if prompts is not None else None
