@@ -183,17 +183,9 @@ class Server:
 
     def info(self) -> Info:
         """Return the server's state without waiting for the computing thread."""
-        runtime = self._runtime
-        return Info(
-            os.getpid(),
-            sorted(self.blocks),
-            self._count(),
-            self._steps,
-            self._room.used,
-            self._room.wanting,
-            runtime.waiting,
-            runtime.busy,
-        )
+        runtime, memory = self._runtime, (self._room.used, self._room.wanting)
+        blocks = sorted(self.blocks)
+        return Info(os.getpid(), blocks, self._count(), self._steps, *memory, runtime.waiting, runtime.busy)
 
     def _count(self) -> int:
         return len({id for id, _ in list(self._sessions)})  # a session may have several spans here
@@ -384,7 +376,8 @@ class Server:
                 with torch.inference_mode():
                     for operation in step.before:
                         model_cache.operate(session.cache, *operation, *span)
-                    found = self._run_blocks(begin, hidden, step.calls, session.cache, step.prompts)
+                    item = stacking.StackInput(hidden, step.calls, step.prompts)
+                    found = self._run_blocks(begin, item, session.cache)
             # Whatever the model's code raises: some caches may have grown, so no server may adopt them.
             except BaseException as error:
                 session.end(
@@ -403,7 +396,7 @@ class Server:
                     asked.settle(self._reply(found, seconds), None)
             return seconds
 
-        seconds: float = self._run("step", rows * tokens, asked.points, work)
+        seconds: float = self._run("step", rows * tokens, asked.points, (work, None))
         used, length = model_cache.nbytes(session.cache, span), model_cache.length(session.cache, span)
         cells = rows * length * len(step.calls)
         if used and cells and not self._per_token:
@@ -473,7 +466,8 @@ class Server:
         ``layout`` says which arguments have rows for each sequence. Raises NotHere if a block is not here, and
         `TooLarge` for too many tokens.
         """
-        return self._stateless("forward", begin, (hidden, prompts, None), calls, layout, points)
+        item = stacking.StackInput(hidden, tuple(calls), prompts, None, layout)
+        return self._stateless("forward", begin, item, points)
 
     def backward(
         self,
@@ -489,37 +483,27 @@ class Server:
 
         The reply's result is (gradient of ``hidden``, gradient of ``prompts`` or None). The rest is as in `forward`.
         """
-        return self._stateless("backward", begin, (hidden, prompts, gradient), calls, layout, points)
-
-    def _stateless(
-        self,
-        kind: str,
-        begin: int,
-        given: tuple[Any, Any, Any],
-        calls: Sequence[adapter.LayerCall],
-        layout: stacking.StackLayout,
-        points: float,
-    ) -> StepReply:
-        """Let the computing thread compute a request; ``given`` is (hidden states, prompts, gradient)."""
-        hidden, prompts, gradient = given
-        if self._moves:  # move all to one place: the requests of different clients may be stacked
-            hidden, calls, prompts, gradient = adapter.moved((hidden, tuple(calls), prompts, gradient), self._device)
         item = stacking.StackInput(hidden, tuple(calls), prompts, gradient, layout)
+        return self._stateless("backward", begin, item, points)
+
+    def _stateless(self, kind: str, begin: int, item: stacking.StackInput, points: float) -> StepReply:
+        """Let the computing thread compute a request of a ``kind``, "forward" or "backward"."""
+        if self._moves:  # move all to one place: the requests of different clients may be stacked
+            item = stacking.StackInput(*adapter.moved(tuple(item), self._device))
+        compute: Callable[..., Any] = self._run_blocks if kind == "forward" else self._backpropagate
 
         def work(item: stacking.StackInput) -> tuple[Any, float]:
             began = time.perf_counter()
-            found: Any
-            if kind == "forward":
-                with torch.no_grad():
-                    found = self._run_blocks(begin, item.hidden, item.calls, None, item.prompts)
-            else:
-                found = self._backpropagate(begin, item)
+            with torch.no_grad():
+                found = compute(begin, item)
             return found, time.perf_counter() - began
 
+        hidden = item.hidden
         # A key for the queue: requests that agree in it may become one. `stacking.stack` compares the rest.
-        together = (kind, begin, len(item.calls), hidden.shape[1:], hidden.dtype) if self.options.stack else None
+        together = kind, begin, len(item.calls), hidden.shape[1:], hidden.dtype
+        is_alone = not self.options.stack or item.prompts is not None
         size = hidden.shape[0] * hidden.shape[1]
-        found, seconds = self._run(kind, size, points, work, item, together if prompts is None else None)
+        found, seconds = self._run(kind, size, points, (work, item), None if is_alone else together)
         return self._reply(found, seconds)
 
     def _backpropagate(self, begin: int, item: stacking.StackInput) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -528,7 +512,7 @@ class Server:
             given = item.hidden.detach().requires_grad_()
             prompts = item.prompts.detach().requires_grad_() if item.prompts is not None else None
             wanted = [given] if prompts is None else [given, prompts]
-            result = self._run_blocks(begin, given, item.calls, None, prompts)
+            result = self._run_blocks(begin, item._replace(hidden=given, prompts=prompts))
             found = torch.autograd.grad(result, wanted, [item.gradient])
             _wait_for(found[0])
             return found[0], found[1] if prompts is not None else None
@@ -541,40 +525,26 @@ class Server:
             given = adapter.moved(hidden, self._device, self._dtype)
             return isinstance(self._block(begin)(given, *args, **kwargs), tuple)
 
-        found: bool = self._run("step", 1, 0.0, work)
+        found: bool = self._run("step", 1, 0.0, (work, None))
         return found
 
     # -- computing ----------------------------------------------------------------------------
 
-    def _run(
-        self,
-        kind: str,
-        size: int,
-        points: float,
-        work: Callable[..., Any],
-        item: stacking.StackInput | None = None,
-        together: Hashable = None,
-    ) -> Any:
-        """Queue work for the computing thread and wait for its result; ``work`` gets the ``item``, if there is one."""
+    def _run(self, kind: str, size: int, points: float, work: _Work, together: Hashable = None) -> Any:
+        """Queue work for the computing thread and wait for its result."""
         priority = float(self.options.prioritize(kind, size, points))  # if it is no number, only this caller fails
-        return self._runtime.run(QueuedRequest(kind, size, priority, (work, item), together))
+        return self._runtime.run(QueuedRequest(kind, size, priority, work, together))
 
-    def _run_blocks(
-        self,
-        begin: int,
-        hidden: torch.Tensor,
-        calls: Sequence[adapter.LayerCall],
-        cache: Any,
-        prompts: torch.Tensor | None,
-    ) -> torch.Tensor:
-        """Take hidden states through the blocks from ``begin`` on, one for each of ``calls``, on the computing thread.
+    def _run_blocks(self, begin: int, item: stacking.StackInput, cache: Any = None) -> torch.Tensor:
+        """Take an item through the blocks from ``begin`` on, one for each of its calls, on the computing thread.
 
-        ``prompts`` are added to the hidden states of the first tokens before each block. The result has the type that
-        ``hidden`` had, and stays on the blocks' device.
+        Its prompts are added to the hidden states of the first tokens before each block. The result has the type that
+        the item's hidden states had, and stays on the blocks' device.
         """
+        hidden, calls, prompts = item[:3]
         came = hidden.dtype
         if self._moves or hidden.is_cuda:
-            hidden, calls, prompts = adapter.moved((hidden, tuple(calls), prompts), self._device, self._dtype)
+            hidden, calls, prompts = adapter.moved(item[:3], self._device, self._dtype)
         for number, told in enumerate(calls, begin):
             if prompts is not None:
                 prompt = prompts[number - begin]
