@@ -142,7 +142,6 @@ class Weights(Protocol):
 
     def read(self, names: Sequence[str]) -> dict[str, torch.Tensor]:
         """Return the weights with these ``names``. The caller does not change them."""
-        ...
 
 
 class Checkpoint:
@@ -236,20 +235,16 @@ def write_checkpoint(model: Any, folder: Path) -> None:
     sources = model.get_expanded_tied_weights_keys(all_submodels=True)
     # A head that the configuration ties to the embeddings is left out: `tie` restores it. A weight with several names
     # for another reason is written under each, because a server loads a block by the block's own names.
-    tied = {name for name, tensor in whole.items() if _is_tied(tensor, whole.get(sources.get(name, "")))}
+    pairs = {name: (whole[name], whole[source]) for name, source in sources.items() if {name, source} <= whole.keys()}
+    tied = {name for name, (one, other) in pairs.items() if _memory_of(one) == _memory_of(other)}
     write_weights({name: tensor.detach() for name, tensor in whole.items() if name not in tied}, folder)
     model.config.save_pretrained(folder)
     if getattr(model, "generation_config", None) is not None:
         model.generation_config.save_pretrained(folder)
 
 
-def _is_tied(one: torch.Tensor, other: torch.Tensor | None) -> bool:
-    return other is not None and (one.data_ptr(), one.dtype, one.shape, one.stride()) == (
-        other.data_ptr(),
-        other.dtype,
-        other.shape,
-        other.stride(),
-    )
+def _memory_of(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
 
 
 def tie(model: Any) -> None:

@@ -87,19 +87,17 @@ class RecordedCache:
 
         The cache gets entries for the new tokens; if the ``with`` block raises, it is restored.
         """
-        cache = self._cache()
+        cache: Any = self._cache()  # the caller has it
         # Copies of the attributes are enough: these layers never change a tensor in place.
-        before = [(layer, vars(layer).copy()) for layer in cache.layers] if cache is not None else []
+        before = [(layer, vars(layer).copy()) for layer in cache.layers]
         try:
-            if cache is not None:
-                self._grow(cache, batch, tokens)
+            self._grow(cache, batch, tokens)
             yield
         except BaseException:  # also Ctrl-C: the tokens of a step that failed must not count
-            if cache is not None:
-                del cache.layers[len(before) :]
-                for layer, attributes in before:
-                    vars(layer).clear()
-                    vars(layer).update(attributes)
+            del cache.layers[len(before) :]
+            for layer, attributes in before:
+                vars(layer).clear()
+                vars(layer).update(attributes)
             raise
 
     def _grow(self, cache: Any, batch: int, tokens: int) -> None:

@@ -379,9 +379,7 @@ class Swarm:
         `nbdist.swarm.client.sequential.RemoteSequential` has an example. Raises UsageError if the swarm is closed,
         NoRoute if no worker can serve the first block, and NotInitialized if RPC has ended.
         """
-        self.crew.check_open()
-        blocks = remote_model(self.sessions, self.checkpoint, "Model", recover=self.sessions.policy.recover)
-        return RemoteSequential(blocks.nbdist, 0, len(self))
+        return RemoteSequential(self._model("Model", None).nbdist, 0, len(self))
 
     def _model(self, kind: str, recover: Recover | None, num_labels: int | None = None) -> Any:
         self.crew.check_open()

@@ -27,22 +27,18 @@ class SteppedSession(Protocol):
     @property
     def id(self) -> str:
         """The name by which servers know the session."""
-        ...
 
     @property
     def state(self) -> str:
         """The state: "idle" (between two steps), "writing" (in a step) or "recovering" (a span gets another server)."""
-        ...
 
     @property
     def tokens(self) -> int:
         """The number of tokens of each sequence in the caches."""
-        ...
 
     @property
     def route(self) -> list[Span]:
         """The spans of the session's route."""
-        ...
 
 
 class Journal:

@@ -112,8 +112,7 @@ class ServerSession:
         with self.changed:
             self.last = result
             self.taken = max(self.taken, number)  # a replayed step's number, -1, changes nothing
-            for known in [known for known in self.given if known <= self.taken]:
-                del self.given[known]
+            self.given = {each: hidden for each, hidden in self.given.items() if each > self.taken}
 
     def end(self, why: str) -> None:
         """End the session: waiting and later calls fail with `NoSession`. A second call keeps the first reason."""
