@@ -13,15 +13,11 @@ def place_of(remote_device: str | int | WorkerInfo) -> tuple[str | int, str]:
     if isinstance(remote_device, int) and not isinstance(remote_device, bool):  # bool is an int
         return remote_device, "cpu"
     worker, _, device = str(remote_device).partition("/")
-    if not worker or "/" in device or (":" in worker and not worker.startswith("rank:")):
+    kind, colon, rank = worker.partition(":")
+    if not worker or "/" in device or (colon and kind != "rank"):
         raise UsageError(
             f"{remote_device!r} is not a place for a module. Write 'worker1', 'worker1/cuda:0' or 'rank:1/cuda:0'"
         )
-    if worker.startswith("rank:"):
-        rank = worker.removeprefix("rank:")
-        if not rank.isdecimal():
-            raise UsageError(
-                f"{remote_device!r} is not a place for a module: the rank must be a number, as in 'rank:1'"
-            )
-        return int(rank), device or "cpu"
-    return worker, device or "cpu"
+    if colon and not rank.isdecimal():
+        raise UsageError(f"{remote_device!r} is not a place for a module: the rank must be a number, as in 'rank:1'")
+    return int(rank) if colon else worker, device or "cpu"

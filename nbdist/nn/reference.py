@@ -66,9 +66,7 @@ class Reference:
         """
         step, self.steps = self.steps, self.steps + 1
         sizes = portions(rows_of(inputs), self.micro_batches)
-        outputs = []
-        for number, values in enumerate(split(inputs, sizes)):
-            outputs.append(self._through(values, step, number))
+        outputs = [self._through(values, step, number) for number, values in enumerate(split(inputs, sizes))]
         return join(outputs, sizes)
 
     def train_step(self, inputs: Any, targets: Any, loss_fn: Callable[[Any, Any], torch.Tensor]) -> torch.Tensor:

@@ -70,7 +70,7 @@ def gpipe(workers: int, stages: int, micro_batches: int) -> Table:
         worker0  F0 F1 F2 F3 .  .  B0 B1 B2 B3
         worker1  .  F0 F1 F2 F3 B0 B1 B2 B3 .
     """
-    return _alternating(workers, stages, micro_batches, lambda _: stages * micro_batches)
+    return _alternating([stages * micro_batches] * workers, stages, micro_batches)
 
 
 def one_f_one_b(workers: int, stages: int, micro_batches: int) -> Table:
@@ -86,7 +86,7 @@ def one_f_one_b(workers: int, stages: int, micro_batches: int) -> Table:
     """
     if stages != workers:
         raise UsageError(f'"1f1b" needs one stage on each worker, not {stages} on {workers}: use "interleaved"')
-    return _alternating(workers, stages, micro_batches, lambda worker: workers - worker - 1)
+    return _alternating([workers - worker - 1 for worker in range(workers)], stages, micro_batches)
 
 
 def interleaved(workers: int, stages: int, micro_batches: int) -> Table:
@@ -103,12 +103,8 @@ def interleaved(workers: int, stages: int, micro_batches: int) -> Table:
     # backward: ``more``. This takes the smallest number with which the table can be run.
     depth = stages // workers
     for more in range(stages * micro_batches + 1):
-        table = _alternating(
-            workers,
-            stages,
-            micro_batches,
-            lambda worker, more=more: (workers - worker - 1) * 2 + (depth - 1) * workers + more,  # type: ignore[misc]
-        )
+        ahead = [(workers - worker - 1) * 2 + (depth - 1) * workers + more for worker in range(workers)]
+        table = _alternating(ahead, stages, micro_batches)
         with suppress(UsageError):
             simulate(table, stages)
             return table
@@ -154,13 +150,12 @@ def _operations(kind: str, worker: int, workers: int, stages: int, micro_batches
                 yield Op(kind, stage, micro_batch)
 
 
-def _alternating(workers: int, stages: int, micro_batches: int, ahead: Callable[[int], int]) -> Table:
-    """Return a table in which worker ``w`` runs ``ahead(w)`` forwards, then a forward and a backward by turns."""
+def _alternating(ahead: Sequence[int], stages: int, micro_batches: int) -> Table:
+    """Return a table in which worker ``w`` runs ``ahead[w]`` forwards, then a forward and a backward by turns."""
     table: Table = []
-    for worker in range(workers):
-        forwards = list(_operations("F", worker, workers, stages, micro_batches))
-        backwards = list(_operations("B", worker, workers, stages, micro_batches))
-        first, later = forwards[: ahead(worker)], forwards[ahead(worker) :]
+    for worker, count in enumerate(ahead):
+        forwards, backwards = (list(_operations(kind, worker, len(ahead), stages, micro_batches)) for kind in "FB")
+        first, later = forwards[:count], forwards[count:]
         turns = [op for pair in zip(later, backwards, strict=False) for op in pair]
         table.append(first + turns + backwards[len(later) :])
     return table
@@ -190,9 +185,8 @@ def simulate(table: Table, stages: int, cost: Callable[[Op], float] = lambda op:
         going_on = False
         for done, row in zip(rows, table, strict=True):
             for op in row[len(done) :]:
-                start = done[-1].end if done else 0.0
-                for each in what_it_needs(op, stages):
-                    start = max(start, ended.get(each, inf))
+                ready = done[-1].end if done else 0.0
+                start = max([ready, *(ended.get(each, inf) for each in what_it_needs(op, stages))])
                 if start == inf:
                     break
                 ended[op] = end = start + cost(op)
