@@ -17,6 +17,11 @@ def as_tuple(value: Any) -> Values:
     return tuple(value) if isinstance(value, tuple | list) else (value,)
 
 
+def wants_grad(value: Any) -> bool:
+    """Return whether a value is a tensor that requires grad."""
+    return isinstance(value, torch.Tensor) and value.requires_grad
+
+
 def rows_of(values: Values) -> int:
     """Return the number of rows of a batch: the first dimension of its tensors, which must be the same in all."""
     tensors = [value for value in values if isinstance(value, torch.Tensor)]
@@ -43,7 +48,7 @@ def rows_of(values: Values) -> int:
 
 def training_rows(inputs: Values, targets: Values) -> int:
     """Return the number of rows of a batch to train on; raises `UsageError` for inputs and targets that do not fit."""
-    if any(isinstance(value, torch.Tensor) and value.requires_grad for value in (*inputs, *targets)):
+    if any(map(wants_grad, (*inputs, *targets))):
         raise UsageError(
             "an input or target of train_step requires grad, but train_step gives its inputs and targets no "
             "gradient: detach() them, or use forward and dist_autograd.backward"

@@ -12,6 +12,7 @@ from typing import Any, Literal
 import torch
 
 from nbdist.errors import UsageError
+from nbdist.nn.batches import wants_grad
 
 Maker = torch.nn.Module | Callable[[], torch.nn.Module]  # the function is called on the stage's worker
 
@@ -80,12 +81,10 @@ def cut(
         else:
             raise UsageError(f'balance is "count", "size" or "time", not {balance!r}')
         sizes = balanced(costs, count)
-    found, first = [], 0
-    for size in sizes:
-        stage = torch.nn.Sequential(OrderedDict(layers[first : first + size]))
+    left = iter(layers)
+    found = [torch.nn.Sequential(OrderedDict(itertools.islice(left, size))) for size in sizes]
+    for stage in found:
         stage.training = model.training
-        found.append(stage)
-        first += size
     return found
 
 
@@ -143,12 +142,12 @@ def times_of(layers: Sequence[torch.nn.Module], sample: Any) -> list[float]:
         took = []
         for _ in range(3):
             leaves = tuple(_leaf(part) for part in value)
-            given = tuple(part.clone() if _wants_grad(part) else part for part in leaves)  # may be changed in place
+            given = tuple(part.clone() if wants_grad(part) else part for part in leaves)  # may be changed in place
             start = time.perf_counter()
             out = torch.func.functional_call(layer, {**parameters, **buffers}, given)
             outs = out if isinstance(out, tuple) else (out,)
-            roots = [part for part in outs if isinstance(part, torch.Tensor) and part.requires_grad]
-            wanted = [part for part in (*leaves, *parameters.values()) if _wants_grad(part)]
+            roots = [part for part in outs if wants_grad(part)]
+            wanted = [part for part in (*leaves, *parameters.values()) if wants_grad(part)]
             if roots and wanted:
                 # Not backward(), which would add to the layers' gradients.
                 torch.autograd.grad(roots, wanted, [torch.ones_like(root) for root in roots], allow_unused=True)
@@ -162,10 +161,6 @@ def _leaf(value: Any) -> Any:
     if isinstance(value, torch.Tensor) and value.is_floating_point():
         return value.detach().clone().requires_grad_()
     return value
-
-
-def _wants_grad(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.requires_grad
 
 
 def parts_of(

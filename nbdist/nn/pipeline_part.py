@@ -43,7 +43,7 @@ from nbdist.autograd.passes.gradient_store import GradientStore
 from nbdist.autograd.passes.ordering import ordered
 from nbdist.errors import UsageError, WorkerLost
 from nbdist.gpus import spans
-from nbdist.nn.batches import Values, as_tuple
+from nbdist.nn.batches import Values, as_tuple, wants_grad
 from nbdist.nn.inbox import Abandoned, Inbox
 from nbdist.nn.losses import Reduction, loss_of
 from nbdist.nn.randomness import random_state, restore_random_state
@@ -77,9 +77,9 @@ class Order:
     number: int
     row: list[Op]  # of the schedule
     sizes: list[int]  # the rows of each micro-batch
+    reduction: Reduction
     train: bool  # True for `Pipeline.train_step`, False for `Pipeline.forward`
     recorded: bool  # True to record a forward step in the current distributed autograd context
-    reduction: Reduction = "mean"
     finite: bool = True  # raise an error for a loss that is NaN or infinite
     loss_fn: Callable[..., torch.Tensor] | None = None  # only for the last stage's worker, in training
     # The step's id and its watch, which the reports to the watcher name; None if nobody watches the context.
@@ -103,7 +103,7 @@ class PipelinePart:
     for each step, and the deliveries come on others.
     """
 
-    def __init__(self, uid: str, stages: Mapping[int, Stage], places: Sequence[str], driver: str) -> None:
+    def __init__(self, uid: str, stages: dict[int, Stage], places: Sequence[str], driver: str) -> None:
         """Register the part on this worker, and give its parameters their names; stage ``s`` is on ``places[s]``."""
         self.uid = uid
         self.stages = stages
@@ -114,7 +114,7 @@ class PipelinePart:
         self._inboxes: dict[int, Inbox] = {}
         self._over: OrderedDict[int, str] = OrderedDict()
         self._lock = threading.Lock()
-        for stage in reversed(list(stages.values())):  # so a shared parameter ends up with its name in the first stage
+        for stage in reversed(stages.values()):  # so a shared parameter ends up with its name in the first stage
             for name, parameter in reversed(list(stage.module.named_parameters())):
                 name_parameter(parameter, stage.prefix + name)
         self.agent.named.publish(f"pipeline {uid}", self, "deliver", "abandon")
@@ -151,8 +151,7 @@ class PipelinePart:
 
         Bit ``i`` of ``wanted`` says whether value ``i`` needs a gradient.
         """
-        inbox = self.inbox(step)
-        if inbox is not None:
+        if (inbox := self.inbox(step)) is not None:
             inbox.put(Op(kind, stage, micro_batch), (wanted, values))
 
     def inbox(self, step: int) -> Inbox | None:
@@ -203,13 +202,12 @@ class PipelinePart:
 
     def parameter_rrefs(self) -> dict[int, list[RRef[Any]]]:
         """Return references to the parameters, by stage; one that stages share is in the first one's list only."""
-        known: set[int] = set()
-        found: dict[int, list[RRef[Any]]] = {}
-        for index, stage in self.stages.items():
-            own = [parameter for parameter in stage.parameters if id(parameter) not in known]
-            known.update(map(id, own))
-            found[index] = [RRef(parameter) for parameter in own]
-        return found
+        # The first stage comes last, and so counts.
+        first = {id(parameter): index for index in reversed(self.stages) for parameter in self.stages[index].parameters}
+        return {
+            index: [RRef(parameter) for parameter in stage.parameters if first[id(parameter)] == index]
+            for index, stage in self.stages.items()
+        }
 
     def train(self, mode: bool) -> None:
         """Put the modules into training or evaluation mode."""
@@ -391,7 +389,7 @@ class _Step:
         roots = [
             (root, gradient.to(root.device) if gradient is not None else None)
             for root, gradient in zip(as_tuple(value), given, strict=True)
-            if _has_history(root) and (gradient is not None or op.stage == self._stages - 1)
+            if wants_grad(root) and (gradient is not None or op.stage == self._stages - 1)
         ]
         del value
         sums = self._sums[op.stage]
@@ -413,7 +411,7 @@ class _Step:
         """Give an operation its input: put it into the inbox if its stage is here, else send it to its worker."""
         wanted = 0
         if self._order.train and op.kind == "F":
-            wanted = sum(1 << index for index, value in enumerate(values) if _has_history(value))
+            wanted = sum(1 << index for index, value in enumerate(values) if wants_grad(value))
             values = _each_once(values, torch.Tensor.detach)  # the graph ends here: see `nbdist.nn.shared_inputs`
         place = self._part.places[op.stage]
         if place == self._me:
@@ -449,10 +447,6 @@ def _each_once(values: Values, function: Callable[[torch.Tensor], torch.Tensor])
     """Return the values with the function applied to each tensor; a tensor that occurs twice stays one object."""
     made = {id(value): function(value) for value in values if isinstance(value, torch.Tensor)}
     return tuple(made.get(id(value), value) for value in values)
-
-
-def _has_history(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.requires_grad
 
 
 def _check_output(value: Any) -> None:
@@ -504,7 +498,8 @@ def build_stages(
         module = maker if isinstance(maker, torch.nn.Module) else maker()
         if not isinstance(module, torch.nn.Module):
             raise UsageError(f"stage {index} should be a module, or a function that makes one: {maker!r} is neither")
-        stages[index] = Stage(module, index, device=device, prefix=f"{index}." if prefixed else "", **options)
+        prefix = f"{index}." if prefixed else ""
+        stages[index] = Stage(module, index, device=torch.device(device), prefix=prefix, **options)
     return RRef(PipelinePart(uid, stages, places, driver))
 
 

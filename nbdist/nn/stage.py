@@ -6,6 +6,7 @@ A stage draws the same random numbers wherever it runs: see `nbdist.nn.randomnes
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 import torch
@@ -15,28 +16,25 @@ from nbdist.nn.batches import Values, as_tuple
 from nbdist.nn.randomness import seed_of, seeded
 from nbdist.nn.shared_inputs import SharedInputs
 
+_CPU = torch.device("cpu")
 
+
+@dataclass(eq=False, repr=False)
 class Stage:
     """A module with its number in the pipeline, its device, its seed, and whether it is checkpointed."""
 
-    def __init__(
-        self,
-        module: torch.nn.Module,
-        index: int,
-        *,
-        device: str = "cpu",
-        seed: int = 0,
-        checkpoint: bool = False,
-        prefix: str = "",
-    ) -> None:
-        self.index = index
-        self.prefix = prefix  # before the module's own names in the names of the model's state: "3." or empty
-        self.seed = seed
-        self.device = torch.device(device)
-        self.module = module.to(self.device)
-        self.checkpoint = checkpoint
+    module: torch.nn.Module
+    index: int
+    _: KW_ONLY
+    device: torch.device = _CPU
+    seed: int = 0
+    checkpoint: bool = False
+    prefix: str = ""  # before the module's own names in the names of the model's state: "3." or empty
+
+    def __post_init__(self) -> None:
+        self.module = self.module.to(self.device)
+        self.parameters = list(self.module.parameters())
         self._copies: dict[str, torch.Tensor] = {}
-        self.parameters = list(module.parameters())
 
     def __call__(self, values: Values, step: int, micro_batch: int) -> Any:
         """Return the module's output for one micro-batch; move the values to the stage's device first.
@@ -44,7 +42,10 @@ class Stage:
         ``step`` and ``micro_batch`` choose the seed of the module's random draws: calling it again with both draws the
         same numbers.
         """
-        values = tuple(self._here(value) for value in values)
+        values = tuple(
+            value.to(self.device) if isinstance(value, torch.Tensor) and value.device != self.device else value
+            for value in values
+        )
         number = seed_of(self.seed, step, self.index, micro_batch)
         try:
             if self.checkpoint and torch.is_grad_enabled():
@@ -70,11 +71,6 @@ class Stage:
             if known is None or known.shape != buffer.shape or not torch.equal(known, buffer):
                 self._copies[name] = buffer.clone()
         return dict(self._copies)
-
-    def _here(self, value: Any) -> Any:
-        if isinstance(value, torch.Tensor) and value.device != self.device:
-            return value.to(self.device)
-        return value
 
 
 class _Repeatable:
