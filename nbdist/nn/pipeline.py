@@ -97,17 +97,17 @@ class Pipeline:
         seed: int = 0,
         reduction: Reduction = "mean",
     ) -> None:
-        agent = current_agent()
+        self._agent = current_agent()
         places = [place_of(worker) for worker in workers]
         if not places:
             raise UsageError("a pipeline needs a worker: name at least one, as in Pipeline(model, ['worker0'])")
         parts, self._cut = parts_of(model, stages, len(places), at, balance, sample)
-        check_micro_batches(micro_batches)
+        self.micro_batches = check_micro_batches(micro_batches)
         self.reduction: Reduction = check_reduction(reduction)
         if schedule is None:
             schedule = "1f1b" if len(parts) == len(places) else "interleaved"
         self._table = tables_of(schedule, len(places), len(parts))
-        names = [agent.find(on).name for on, _ in places]
+        names = self.workers = [self._agent.find(on).name for on, _ in places]
         if len(set(names)) < len(names):
             raise UsageError(
                 f"these workers are not all different: {', '.join(names)}. A worker is named once, also if it has "
@@ -115,11 +115,8 @@ class Pipeline:
             )
         check_sharing(parts, len(names))
         self.stages = len(parts)
-        self.workers = names
-        self.micro_batches = micro_batches
         self.schedule = schedule
         self.training = True
-        self._agent = agent
         self._seed = seed
         self._orders = 0
         # The number of steps so far: it is saved, and seeds the next step's draws. `load_state_dict` sets it back,
@@ -127,8 +124,9 @@ class Pipeline:
         self._steps = 0
         self._counting = threading.Lock()
         self._last: tuple[int, list[list[OpTimes]]] | None = None
-        devices, prefixed = [device for _, device in places], not isinstance(model, torch.nn.Sequential)
-        self._parts = PipelineParts(agent, names, devices, parts, prefixed=prefixed, seed=seed, checkpoint=checkpoint)
+        devices = dict(zip(names, (device for _, device in places), strict=True))
+        prefixed = not isinstance(model, torch.nn.Sequential)
+        self._parts = PipelineParts(self._agent, devices, parts, prefixed=prefixed, seed=seed, checkpoint=checkpoint)
 
     def __repr__(self) -> str:
         return (
@@ -231,7 +229,6 @@ class Pipeline:
         **options: bool,
     ) -> list[Done]:
         """Run one step on all workers; return a `Done` by worker. ``options`` are fields of `Order`."""
-        agent = self._agent
         self._parts.check_open()
         with self._counting:  # several threads may use one pipeline
             step, self._orders = self._orders, self._orders + 1
@@ -239,26 +236,18 @@ class Pipeline:
         last = (self.stages - 1) % len(self.workers)
         # Split here, not on the workers, so that no two micro-batches on a worker share autograd history.
         given, wanted = split(inputs, sizes), split(targets, sizes)
-        watched = WatchedStep(table, self.workers, self.stages) if options["train"] else None
+        watched = WatchedStep(context if options["train"] else None, table, self.workers, self.stages)
         orders = []
         for worker, row in enumerate(table):
-            order = Order(
-                step,
-                number,
-                row,
-                sizes,
-                reduction=self.reduction,
-                loss_fn=loss_fn if worker == last else None,
-                head=watched.head if watched is not None else None,
-                **options,
-            )
+            loss = loss_fn if worker == last else None
+            order = Order(step, number, row, sizes, self.reduction, loss_fn=loss, head=watched.head, **options)
             orders.append((order, given if worker == 0 else [], wanted if worker == last else []))
         # After an error the watcher awaits no reports.
-        end = partial(watched.end, told={}) if watched is not None else None
+        end = partial(watched.end, told={})
         done = self._parts.run(step, context.id if context is not None else None, orders, end)
-        if watched is not None:
-            told = {agent.find(name).incarnation: part.told for name, part in zip(self.workers, done, strict=True)}
-            watched.end(None, told)
+        if watched.head is not None:
+            who = [self._agent.find(name).incarnation for name in self.workers]
+            watched.end(None, dict(zip(who, (each.told for each in done), strict=True)))
         self._last = number, [part.spans for part in done]
         return done
 

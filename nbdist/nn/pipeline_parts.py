@@ -34,23 +34,16 @@ class PipelineParts:
     """
 
     def __init__(
-        self,
-        agent: Agent,
-        names: Sequence[str],
-        devices: Sequence[str],
-        stages: Sequence[Maker],
-        *,
-        prefixed: bool,
-        **options: Any,
+        self, agent: Agent, devices: Mapping[str, str], stages: Sequence[Maker], *, prefixed: bool, **options: Any
     ) -> None:
-        """Build the stages; ``prefixed`` and ``options`` are those of `build_stages`."""
-        self.names = names
+        """Build the stages; ``devices`` has the device of each worker, the rest is as for `build_stages`."""
+        self.names = names = list(devices)
         self._agent = agent
         self._offsets: list[float] | None = None
         self._uid = secrets.token_hex(8)
         where = [names[stage % len(names)] for stage in range(len(stages))]
         calls = {}
-        for worker, (name, device) in enumerate(zip(names, devices, strict=True)):
+        for worker, (name, device) in enumerate(devices.items()):
             own = _parts_by_stage(stages, worker, len(names))
             calls[name] = self._uid, own, where, agent.me.name, device, prefixed, options
         self._references: list[RRef[PipelinePart]] = list(ask_all(build_stages, calls).values())
@@ -60,7 +53,7 @@ class PipelineParts:
         step: int,
         context_id: int | None,
         orders: Sequence[tuple[Order, list[Values], list[Values]]],
-        on_failure: Callable[[BaseException], object] | None,
+        on_failure: Callable[[BaseException], object],
     ) -> list[Done]:
         """Run one step, with each worker's order, inputs and targets; return the answers by worker.
 
@@ -79,8 +72,7 @@ class PipelineParts:
             return [answer.value() for answer in answers]
         except BaseException as error:  # also Ctrl-C: no worker may wait for the others for ever
             abandoned = self._abandon(step, context_id, f"{type(error).__name__}: {text_of_error(error)}")
-            if on_failure is not None:
-                on_failure(error)
+            on_failure(error)
             if isinstance(error, Exception):  # Ctrl-C does not wait
                 # so that no worker's gradients are in the context when the caller sees the error
                 for latch in abandoned:
@@ -124,14 +116,14 @@ class PipelineParts:
     def load_model(self, state: Mapping[str, Any]) -> None:
         """Load the state of a model into the stages, after a check of all names and shapes."""
         shapes = self.gather("shapes")
-        stage_of = {name: stage for stage, own in shapes.items() for name in own}
-        missing, unexpected = stage_of.keys() - state.keys(), state.keys() - stage_of.keys()
+        shape_of = {name: shape for own in shapes.values() for name, shape in own.items()}
+        missing, unexpected = shape_of.keys() - state.keys(), state.keys() - shape_of.keys()
         if missing or unexpected:
             raise UsageError(
                 f"this is not the state of these stages: {differing(missing, unexpected)}. Nothing was loaded"
             )
         for name, value in state.items():
-            shape = shapes[stage_of[name]][name]
+            shape = shape_of[name]
             if shape is not None and shape != getattr(value, "shape", None):
                 raise UsageError(
                     f"this is not the state of these stages: {name} has the shape {tuple(shape)}, and the state has "
@@ -139,10 +131,7 @@ class PipelineParts:
                     "loaded"
                 )
         # From here on, workers change. A name or shape that does not fit has been found before.
-        by_stage: dict[int, dict[str, Any]] = {}
-        for name, value in state.items():
-            by_stage.setdefault(stage_of[name], {})[name] = value
-        self.call_by_stage("load", by_stage)
+        self.call_by_stage("load", {stage: {name: state[name] for name in own} for stage, own in shapes.items() if own})
 
     def _abandon(self, step: int, context_id: int | None, why: str) -> list[Latch]:
         """Tell all workers to abandon a step; return a latch for each worker that could be told. Does not wait."""
@@ -150,9 +139,8 @@ class PipelineParts:
         told = []
         for name in self.names:
             with contextlib.suppress(NbdistError):  # a worker that is gone has nothing to abandon
-                told.append(
-                    self._agent.at(name, f"pipeline {self._uid}").begin("abandon", *args, timeout=_ABANDON_SECONDS)
-                )
+                part = self._agent.at(name, f"pipeline {self._uid}")
+                told.append(part.begin("abandon", *args, timeout=_ABANDON_SECONDS))
         return told
 
 

@@ -30,6 +30,7 @@ from nbdist.autograd.graph.origins import NodeOrigin
 from nbdist.autograd.graph.saved import saved_by
 from nbdist.autograd.graph.traces import Edge, NodeInfo, Plan, Trace
 from nbdist.autograd.graph.walk import walk
+from nbdist.autograd.passes.context import Context
 from nbdist.autograd.watching.observer import Observer, Stopped
 from nbdist.gpus import spans
 from nbdist.nn.inbox import Inbox
@@ -70,15 +71,15 @@ def _message_number(op: Op, stages: int) -> int:
 class WatchedStep:
     """One step, as the pipeline's owner reports it to the context's watcher, if there is one."""
 
-    def __init__(self, table: Table, workers: Sequence[str], stages: int) -> None:
-        """Show the step's plan to the watcher of the current context; `head` is None if there is no watcher."""
-        here = recorder()
-        self._observing = here.passes.observing
-        self._context = here.contexts.current
+    def __init__(self, context: Context | None, table: Table, workers: Sequence[str], stages: int) -> None:
+        """Show the step's plan to the watcher of a context; `head` is None if there is no watcher, or no context."""
+        passes = recorder().passes
+        self._observing = passes.observing
+        self._context = context
         self.head: Head | None = None
-        if self._context is not None and self._observing.is_watched(self._context):
-            plan = plan_of_step(self._context.id, table, workers, stages)
-            self.head = self._observing.begin_step(self._context, here.passes.new_id(), plan)
+        if context is not None and self._observing.is_watched(context):
+            plan = plan_of_step(context.id, table, workers, stages)
+            self.head = self._observing.begin_step(context, passes.new_id(), plan)
 
     def end(self, error: BaseException | None, told: Mapping[int, int]) -> None:
         """Tell the watcher that the step is over, and how many messages each worker, by incarnation, has sent to it."""
