@@ -36,14 +36,10 @@ def extend() -> None:
 
     `nbdist.compat.install` calls this once.
     """
-    methods: dict[str, Any] = {
-        "_get_type": _get_type,
-        "_serialize": _serialize,
-        "_deserialize": staticmethod(_deserialize),
-    }
-    for name, method in methods.items():
-        if name not in vars(RRef):
-            setattr(RRef, name, method)
+    methods: tuple[Any, ...] = _get_type, _serialize, staticmethod(_deserialize)
+    for method in methods:
+        if method.__name__ not in vars(RRef):
+            setattr(RRef, method.__name__, method)
     for name, way in {"rpc_sync": "method_sync", "rpc_async": "method_async", "remote": "method_remote"}.items():
         setattr(RRef, name, _stand_in(getattr(RRef, name), way))
     for name in ("to_here", "local_value", "backward"):
@@ -189,7 +185,5 @@ def release_users(agent: Agent, timeout: float) -> None:
     """
     deadline = time.monotonic() + durations.positive(timeout)  # refuses a wrong timeout before anything is released
     agent.references.release_all()
-    while agent.references.forks.users and time.monotonic() < deadline:
-        time.sleep(_POLL)
-    while agent.links.outstanding() and time.monotonic() < deadline:
+    while (agent.references.forks.users or agent.links.outstanding()) and time.monotonic() < deadline:
         time.sleep(_POLL)

@@ -51,10 +51,8 @@ class _AfterTorch(MetaPathFinder):
 def _install() -> None:
     """Call `nbdist.compat.install`. If nbdist cannot be imported, say so on standard error and do nothing."""
     root = os.path.dirname(os.path.dirname(os.path.dirname(_HERE)))
-    checkout = importlib.util.find_spec("nbdist") is None and os.path.basename(root) not in (
-        "site-packages",
-        "dist-packages",
-    )
+    installed = os.path.basename(root) in ("site-packages", "dist-packages")
+    checkout = not installed and importlib.util.find_spec("nbdist") is None
     if checkout:  # a child's Python may lack nbdist; site-packages would bring in all of their packages
         sys.path.append(root)
     try:
