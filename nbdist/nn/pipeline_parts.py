@@ -42,9 +42,9 @@ class PipelineParts:
         self._offsets: list[float] | None = None
         self._uid = secrets.token_hex(8)
         where = [names[stage % len(names)] for stage in range(len(stages))]
+        shares = _by_worker(dict(enumerate(stages)), len(names))
         calls = {}
-        for worker, (name, device) in enumerate(devices.items()):
-            own = _parts_by_stage(stages, worker, len(names))
+        for (name, device), own in zip(devices.items(), shares, strict=True):
             calls[name] = self._uid, own, where, agent.me.name, device, prefixed, options
         self._references: list[RRef[PipelinePart]] = list(ask_all(build_stages, calls).values())
 
@@ -103,11 +103,8 @@ class PipelineParts:
     def call_by_stage(self, method: str, by_stage: Mapping[int, Any], *args: Any) -> None:
         """Call a method of each worker's `PipelinePart` with ``args`` and the values ``by_stage`` of its own stages."""
         self.check_open()
-        calls = {}
-        for worker, rref in enumerate(self._references):
-            own = _parts_by_stage(by_stage, worker, len(self.names))
-            calls[rref.owner_name()] = rref, method, *args, own
-        ask_all(call_part, calls)
+        shares = zip(self._references, _by_worker(by_stage, len(self.names)), strict=True)
+        ask_all(call_part, {rref.owner_name(): (rref, method, *args, own) for rref, own in shares})
 
     def gather(self, method: str) -> dict[int, Any]:
         """Call a method of each worker's `PipelinePart` that returns a dict by stage; return the dicts' union."""
@@ -144,7 +141,7 @@ class PipelineParts:
         return told
 
 
-def _parts_by_stage(parts: Sequence[Any] | Mapping[int, Any], worker: int, workers: int) -> dict[int, Any]:
-    """Return, by stage number, the items of ``parts`` for the stages that live on worker number ``worker``."""
-    items = parts.items() if isinstance(parts, Mapping) else enumerate(parts)
-    return {stage: part for stage, part in items if stage % workers == worker}
+def _by_worker(by_stage: Mapping[int, Any], workers: int) -> list[dict[int, Any]]:
+    """Return, for each worker, the values of the stages that live there, by stage number."""
+    items = by_stage.items()
+    return [{stage: value for stage, value in items if stage % workers == worker} for worker in range(workers)]
