@@ -19,7 +19,7 @@ import torch
 from torch.autograd import Function
 
 from nbdist.errors import UsageError
-from nbdist.nn.batches import Values
+from nbdist.nn.batches import Values, wants_grad
 
 
 class _Entry(Function):
@@ -81,9 +81,7 @@ class SharedInputs:
         """Find such inputs; ``copies``, by the ids of the values, are what the stage gets in place of the values."""
         by_storage: dict[int, dict[int, torch.Tensor]] = {}
         for value in values:
-            if not isinstance(value, torch.Tensor) or not value.requires_grad:
-                continue
-            if value.layout == torch.strided and not value.is_nested and value.numel():
+            if wants_grad(value) and value.layout == torch.strided and not value.is_nested and value.numel():
                 by_storage.setdefault(value.untyped_storage().data_ptr(), {})[id(value)] = value
         self._groups: list[list[tuple[torch.Tensor, torch.Tensor, int]]] = []
         for group in by_storage.values():
