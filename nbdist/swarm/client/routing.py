@@ -174,10 +174,7 @@ def assign(
         raise NoRoute(f"no server is left to take block {missing[0]}: let another worker join")
     size = sizes if sizes is not None else [1] * end
     has = {server: sum(size[number] for number in numbers) for server, numbers in blocks.items()}
-    found: list[Span] = []
-    for run in runs_of(missing):
-        found += _place(run, size, has, room or {})
-    return found
+    return [span for run in runs_of(missing) for span in _place(run, size, has, room or {})]
 
 
 def runs_of(numbers: Sequence[int]) -> list[range]:
