@@ -6,7 +6,7 @@ the constants below. A link is compared only with links of its kind: within a ho
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -71,32 +71,22 @@ def of_machine(facts: MachineFacts) -> list[Finding]:
     """Return the faults of a process's machine: of its memory and its ports, which all processes of the host share."""
     found = []
     if facts.memory_left < _LITTLE_MEMORY:
-        found.append(
-            Finding(
-                "shared memory",
-                f"only {size(facts.memory_left)} of {size(facts.memory)} of memory are left, and shared tensors take "
-                "them",
-                "End what uses memory, which %dist_memory shows, or give a container more with docker run --memory",
-            )
-        )
+        memory = f"{size(facts.memory_left)} of {size(facts.memory)} of memory"
+        problem = f"only {memory} are left, and shared tensors take them"
+        remedy = "End what uses memory, which %dist_memory shows, or give a container more with docker run --memory"
+        found.append(Finding("shared memory", problem, remedy))
     left = facts.shared_files_left
     if left is None or left < _LITTLE_SHARED_FILES:
-        found.append(
-            Finding(
-                "shared memory",
-                "there is no /dev/shm" if left is None else f"only {size(left)} are free in /dev/shm",
-                "nbdist needs nothing there, but NCCL and the workers of a DataLoader do: start the container with "
-                "docker run --shm-size 1g",
-            )
+        problem = "there is no /dev/shm" if left is None else f"only {size(left)} are free in /dev/shm"
+        remedy = (
+            "nbdist needs nothing there, but NCCL and the workers of a DataLoader do: start the container with docker "
+            "run --shm-size 1g"
         )
+        found.append(Finding("shared memory", problem, remedy))
     if facts.ports is not None and (count := facts.ports[1] - facts.ports[0] + 1) < _FEW_PORTS:
-        found.append(
-            Finding(
-                "ports",
-                f"the system has only {counted(count, 'port')} for programs that ask for any, from {facts.ports[0]} on",
-                'Allow more with sysctl -w net.ipv4.ip_local_port_range="32768 60999"',
-            )
-        )
+        ports = f"{counted(count, 'port')} for programs that ask for any, from {facts.ports[0]} on"
+        remedy = 'Allow more with sysctl -w net.ipv4.ip_local_port_range="32768 60999"'
+        found.append(Finding("ports", f"the system has only {ports}", remedy))
     return found
 
 
@@ -104,89 +94,68 @@ def of_process(facts: MachineFacts) -> list[Finding]:
     """Return the faults of a process's own use of its machine: shared memory, open files, GPUs and NCCL."""
     found = []
     if not facts.can_share:
-        found.append(
-            Finding(
-                "shared memory",
-                "this process shares no memory with others of its host, so large tensors go through sockets, which is "
-                "slower",
-                "Unset NBDIST_ARENA_BYTES=0 and arena_bytes=0, and let the container use memfd_create and /proc",
-            )
+        problem = (
+            "this process shares no memory with others of its host, so large tensors go through sockets, which is "
+            "slower"
         )
+        remedy = "Unset NBDIST_ARENA_BYTES=0 and arena_bytes=0, and let the container use memfd_create and /proc"
+        found.append(Finding("shared memory", problem, remedy))
     if facts.files_limit >= 0 and facts.files_limit - facts.files_open < _FEW_FILES:
-        found.append(
-            Finding(
-                "open files",
-                f"{facts.files_open:,} of at most {counted(facts.files_limit, 'file')} are open",
-                "Raise the limit with ulimit -n 65536 in the shell that starts Jupyter, or the worker",
-            )
-        )
-    return found + _of_gpus(facts)
+        problem = f"{facts.files_open:,} of at most {counted(facts.files_limit, 'file')} are open"
+        remedy = "Raise the limit with ulimit -n 65536 in the shell that starts Jupyter, or the worker"
+        found.append(Finding("open files", problem, remedy))
+    return [*found, *_of_gpus(facts)]
 
 
-def _of_gpus(facts: MachineFacts) -> list[Finding]:
-    found = []
+def _of_gpus(facts: MachineFacts) -> Iterator[Finding]:
     if not facts.gpu_count and facts.has_driver:
         if not facts.cuda:
             problem, remedy = "torch is built without CUDA", "Install a torch that is built for CUDA to use the GPUs"
         else:
             problem = "torch sees no GPU"
             remedy = "Look at CUDA_VISIBLE_DEVICES and nvidia-smi, and start a container with docker run --gpus all"
-        found.append(Finding("GPUs", f"NVIDIA's driver runs here, but {problem}", remedy))
+        yield Finding("GPUs", f"NVIDIA's driver runs here, but {problem}", remedy)
     for gpu in facts.gpus:
         if not gpu.is_supported:
             major, minor = gpu.capability
-            found.append(
-                Finding(
-                    "GPUs",
-                    f"torch {facts.torch} has no code for GPU {gpu.index}, a {gpu.name} of compute capability "
-                    f"{major}.{minor}",
-                    "Choose other GPUs with %dist_init -g, or install a torch that is built for it",
-                )
+            yield Finding(
+                "GPUs",
+                f"torch {facts.torch} has no code for GPU {gpu.index}, a {gpu.name} of compute capability "
+                f"{major}.{minor}",
+                "Choose other GPUs with %dist_init -g, or install a torch that is built for it",
             )
         elif gpu.lacks_convolutions:
             problem, _, remedy = gpu.lacks_convolutions.partition(". ")
-            found.append(Finding("GPUs", f"GPU {gpu.index}, {problem}", remedy))
+            yield Finding("GPUs", f"GPU {gpu.index}, {problem}", remedy)
         if gpu.unshared:
-            found.append(
-                Finding(
-                    "GPUs",
-                    f"the memory of GPU {gpu.index} cannot be shared between processes ({gpu.unshared}), so tensors "
-                    "between workers on this GPU go through the host's memory",
-                    "A newer driver, or a GPU that is not virtual, may share it",
-                )
+            yield Finding(
+                "GPUs",
+                f"the memory of GPU {gpu.index} cannot be shared between processes ({gpu.unshared}), so tensors "
+                "between workers on this GPU go through the host's memory",
+                "A newer driver, or a GPU that is not virtual, may share it",
             )
     if facts.unpinned:
-        found.append(
-            Finding(
-                "GPUs",
-                f"large tensors leave and reach the GPU without pinned memory, which is slower: {facts.unpinned}",
-                "Free memory of the host, and restart the worker",
-            )
+        yield Finding(
+            "GPUs",
+            f"large tensors leave and reach the GPU without pinned memory, which is slower: {facts.unpinned}",
+            "Free memory of the host, and restart the worker",
         )
     if facts.gpu_count and not facts.nccl:
-        found.append(
-            Finding(
-                "NCCL",
-                "torch has no NCCL, so collectives of tensors on GPUs go by way of the host, with gloo",
-                "Install a torch that is built for CUDA with NCCL",
-            )
+        yield Finding(
+            "NCCL",
+            "torch has no NCCL, so collectives of tensors on GPUs go by way of the host, with gloo",
+            "Install a torch that is built for CUDA with NCCL",
         )
-    return found
 
 
 def of_clock(ahead: float) -> list[Finding]:
     """Return a finding if a clock is too far from the notebook's: ``ahead`` seconds ahead, or behind if negative."""
-    if abs(ahead) <= _CLOCKS_APART:
-        return []
-    which = "ahead of" if ahead > 0 else "behind"
-    return [
-        Finding(
-            "clocks",
-            f"the clock is {duration(abs(ahead))} {which} the notebook's",
-            "Set the clocks of both hosts by a time server (timedatectl set-ntp true), or files and logs of the two "
-            "have times that do not fit",
-        )
-    ]
+    problem = f"the clock is {duration(abs(ahead))} {'ahead of' if ahead > 0 else 'behind'} the notebook's"
+    remedy = (
+        "Set the clocks of both hosts by a time server (timedatectl set-ntp true), or files and logs of the two have "
+        "times that do not fit"
+    )
+    return [Finding("clocks", problem, remedy)] if abs(ahead) > _CLOCKS_APART else []
 
 
 def find_all(members: Sequence[ExaminedMember], links: Sequence[LinkSpeed], left_out: int = 0) -> list[Finding]:
@@ -197,85 +166,58 @@ def find_all(members: Sequence[ExaminedMember], links: Sequence[LinkSpeed], left
         links: The measured links. Links to and from members that did not tell their facts are left out.
         left_out: The number of links for whose measurement there was no time.
     """
-    found = _of_members(members)
-    found += _of_versions(members)
+    found = [*_of_members(members), *_of_versions(members)]
     known = [(member, member.facts) for member in members if member.facts is not None]
     # Reversed, so that the first member of a host stands for the host.
     first_of_host = {member.place: (member, facts) for member, facts in reversed(known)}
-    each: list[Finding] = []
-    for member, facts in first_of_host.values():
-        each += [replace(finding, about=member.name) for finding in of_machine(facts)]
-    for member, facts in known:
-        each += [replace(finding, about=member.name) for finding in of_process(facts)]
-    for link in links:
-        if link.sender == members[0].name and link.ahead is not None:  # against the notebook's clock
-            each += [replace(finding, about=link.receiver) for finding in of_clock(link.ahead)]
-    found += _merged(each)
+    faults = [(member.name, of_machine(facts)) for member, facts in first_of_host.values()]
+    faults += [(member.name, of_process(facts)) for member, facts in known]
+    from_notebook = [link for link in links if link.sender == members[0].name]  # clocks are held against its clock
+    faults += [(link.receiver, of_clock(link.ahead)) for link in from_notebook if link.ahead is not None]
+    groups = grouped([(name, each) for name, findings in faults for each in findings], lambda pair: pair[1])
+    found += [replace(each, about=say_members([name for name, _ in pairs])) for each, pairs in groups.items()]
     found += _of_links(members, links)
     if left_out:
-        found.append(
-            Finding(
-                "links",
-                f"there was no time to measure {counted(left_out, 'link')}",
-                "Allow more time: %dist_doctor -t 300",
-            )
-        )
+        problem = f"there was no time to measure {counted(left_out, 'link')}"
+        found.append(Finding("links", problem, "Allow more time: %dist_doctor -t 300"))
     return found
 
 
-def _merged(found: Iterable[Finding]) -> list[Finding]:
-    groups = grouped(found, lambda finding: replace(finding, about=""))
-    return [replace(finding, about=say_members([each.about for each in group])) for finding, group in groups.items()]
-
-
-def _of_members(members: Sequence[ExaminedMember]) -> list[Finding]:
-    found = []
+def _of_members(members: Sequence[ExaminedMember]) -> Iterator[Finding]:
     for member in members:
         if not member.is_alive:
-            found.append(
-                Finding("members", member.state, f"Start it again with %dist_restart {member.name}", member.name)
-            )
+            yield Finding("members", member.state, f"Start it again with %dist_restart {member.name}", member.name)
         elif member.facts is None and member.state not in ("idle", "busy"):
             problem = f"it is still starting, and has reached the step {member.state!r}"
-            found.append(Finding("members", problem, "Examine the cluster again once it is ready", member.name))
+            yield Finding("members", problem, "Examine the cluster again once it is ready", member.name)
         elif member.facts is None:
             remedy = (
                 "%dist_status shows the line that it runs. Code that holds the GIL keeps it from answering: wait, stop "
                 f"its cell, or run %dist_restart {member.name}"
             )
-            found.append(Finding("members", f"it does not answer: {member.error}".rstrip("."), remedy, member.name))
-    return found
+            yield Finding("members", f"it does not answer: {member.error}".rstrip("."), remedy, member.name)
 
 
-def _of_versions(members: Sequence[ExaminedMember]) -> list[Finding]:
-    known = [(member.name, member.facts) for member in members if member.facts is not None]
-    reads: list[tuple[str, Callable[[MachineFacts], str]]] = [
-        ("torch", lambda facts: facts.torch),
-        ("Python", lambda facts: facts.python),
-        ("nbdist", lambda facts: facts.nbdist),
-        ("NCCL", lambda facts: facts.nccl),
-    ]
-    found = []
-    for what, read in reads:
+def _of_versions(members: Sequence[ExaminedMember]) -> Iterator[Finding]:
+    for what in ("torch", "Python", "nbdist", "NCCL"):
+        found = [(each.name, each.facts, getattr(each.facts, what.lower())) for each in members if each.facts]
         # Where there is no GPU, nobody misses NCCL.
-        versions = {name: read(facts) for name, facts in known if read(facts) or facts.gpu_count}
+        versions = {name: version for name, facts, version in found if version or facts.gpu_count}
         holders = grouped(versions, versions.__getitem__)
         if len(holders) > 1:
             told = "; ".join(f"{version or 'none'} on {say_members(names)}" for version, names in holders.items())
             remedy = f"Install the same {what} on all hosts"
             if what in ("torch", "NCCL"):
                 remedy = "Install the same torch on all hosts: NCCL works only with itself, and saved files may differ"
-            found.append(Finding("versions", f"the members have different versions of {what}: {told}", remedy))
-    return found
+            yield Finding("versions", f"the members have different versions of {what}: {told}", remedy)
 
 
-def _of_links(members: Sequence[ExaminedMember], links: Sequence[LinkSpeed]) -> list[Finding]:
+def _of_links(members: Sequence[ExaminedMember], links: Sequence[LinkSpeed]) -> Iterator[Finding]:
     by_name = {member.name: member for member in members}
-    found = [_failed(link, _is_inside(by_name, link)) for link in links if link.error]
+    yield from (_failed(link, _is_inside(by_name, link)) for link in links if link.error)
     for link, told in _compared(by_name, links):
         busy = [name for name in (link.sender, link.receiver) if by_name[name].state == "busy"]
-        found.append(_slow(link, told, busy, _is_inside(by_name, link)))
-    return found
+        yield _slow(link, told, busy, _is_inside(by_name, link))
 
 
 def slow_links(members: Sequence[ExaminedMember], links: Sequence[LinkSpeed]) -> list[LinkSpeed]:
