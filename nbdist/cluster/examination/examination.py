@@ -16,6 +16,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import permutations
 from typing import TYPE_CHECKING
 
 from nbdist import registry
@@ -47,10 +48,7 @@ class Examination:
 
     def link(self, sender: str, receiver: str) -> LinkSpeed | None:
         """Return the speed of the link from ``sender`` to ``receiver``; None if it was not measured."""
-        for link in self.links:
-            if (link.sender, link.receiver) == (sender, receiver):
-                return link
-        return None
+        return next((link for link in self.links if (link.sender, link.receiver) == (sender, receiver)), None)
 
     def __repr__(self) -> str:
         return registry.text_of(self)
@@ -84,21 +82,14 @@ def _members(agent: Agent, workers: Sequence[Worker]) -> list[ExaminedMember]:
     found = [ExaminedMember(agent.me.name, "", agent.me.host, True, describe_machine(), device="cpu")]
     for worker in workers:
         facts: MachineFacts | None = asked.values.get(worker.name)
-        error = asked.errors.get(worker.name)
-        why = error_in_words(error) if error is not None else "it is starting"
+        why = "" if facts is not None else "it is starting"
         if worker.name in asked.silent:
             why = f"no answer within {ANSWERS_WITHIN:g} s"
-        found.append(
-            ExaminedMember(
-                worker.name,
-                worker.state,
-                places.get(worker.name, ""),
-                worker.lost is None,
-                facts,
-                "" if facts is not None else why,
-                worker.device if worker.gpu is None else f"{worker.device} (GPU {worker.gpu})",
-            )
-        )
+        elif (error := asked.errors.get(worker.name)) is not None:
+            why = error_in_words(error)
+        place, is_alive = places.get(worker.name, ""), worker.lost is None
+        device = worker.device if worker.gpu is None else f"{worker.device} (GPU {worker.gpu})"
+        found.append(ExaminedMember(worker.name, worker.state, place, is_alive, facts, why, device))
     return found
 
 
@@ -144,7 +135,4 @@ def pairs_of(names: Sequence[str]) -> Iterator[tuple[str, str]]:
     for other in others:
         yield first, other
         yield other, first
-    for sender in others:
-        for receiver in others:
-            if sender != receiver:
-                yield sender, receiver
+    yield from permutations(others, 2)

@@ -218,7 +218,7 @@ class CensusWalk:
                 self._count_once(value)
         return self.count - before
 
-    def _count_once(self, value: object) -> None:
+    def _count_once(self, value: Any) -> None:
         """Count an object unless it has been visited, and put its referents on the stack, to be visited next."""
         cls = type(value)
         if cls is int or cls is float:
@@ -230,8 +230,9 @@ class CensusWalk:
         if census.watched:
             self._note_watched(key)
         if key in census.seen:
-            if census.watched and issubclass(cls, torch.Tensor):
-                self._tell_place(value)  # type: ignore[arg-type]
+            # The value leads to the tensor's buffer, too.
+            if census.watched and issubclass(cls, torch.Tensor) and (found := storage_of(value)) is not None:
+                self._note_watched(found[0])
             return
         census.seen.add(key)
         if cls is str or cls is bytes:
@@ -311,15 +312,11 @@ class CensusWalk:
         the buffer was counted for the contexts, it moves to the category of the walk, because the user knows the tensor
         by its reference or variable.
         """
-        known = self._census.buffers.get(place)
-        if known is None:
-            self._census.buffers[place] = _Buffer(nbytes, self._category)
-        elif is_root and known.category == "contexts":
-            self._census.buffers[place] = _Buffer(nbytes, self._category)  # moved from the contexts
-        else:
-            self._note_watched(place)
-            return
         self._note_watched(place)
+        known = self._census.buffers.get(place)
+        if known is not None and not (is_root and known.category == "contexts"):
+            return
+        self._census.buffers[place] = _Buffer(nbytes, self._category)
         if place[0] == "cpu":
             self.nbytes += nbytes
         else:
@@ -337,12 +334,6 @@ class CensusWalk:
         number = self._census.watched.get(key)
         if number is not None:
             self.met.add(number)
-
-    def _tell_place(self, tensor: torch.Tensor) -> None:
-        """Note in `met` that the value leads to a tensor's buffer, if `Census.watched` asks for that."""
-        found = storage_of(tensor)
-        if found is not None:
-            self._note_watched(found[0])
 
 
 def _referents(value: object, cls: type) -> list[Any]:

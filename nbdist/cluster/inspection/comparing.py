@@ -98,8 +98,9 @@ def _fingerprint(path: str, part: Any) -> Print:
     its ``repr``.
     """
     if isinstance(part, torch.Tensor):
+        kind = f"{str(part.dtype).removeprefix('torch.')}{tuple(part.shape)}"
         with torch.no_grad():
-            kind, digest, mesh = f"{_dtype(part)}{tuple(part.shape)}", _tensor_digest(part), _mesh_of(part)
+            digest, mesh = _tensor_digest(part), _mesh_of(part)
         if mesh is None:
             return Print(path, f"Tensor {kind}", digest)
         ways: Any = getattr(part, "placements")  # noqa: B009 - mypy knows no DTensor here
@@ -251,10 +252,6 @@ def _difference_in_words(
         return f"{other.kind} instead of {one.kind}"
     parts = ask_each(api.current_agent(), part_of, {worker: (rrefs[worker], path) for worker in (first, name)})
     return compare(*parts.or_raise().values())
-
-
-def _dtype(tensor: torch.Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
 
 
 def _number_text(value: torch.Tensor) -> str:

@@ -25,7 +25,7 @@ from nbdist.autograd.memory_use import Place, kept_by, storage_of
 from nbdist.cluster.inspection import pins, variables
 from nbdist.cluster.inspection.census import Amount, Census, CensusWalk
 from nbdist.cluster.inspection.pins import Pin
-from nbdist.cluster.inspection.roots import NamedValue, named_values, names_by_value, references, roots_of
+from nbdist.cluster.inspection.roots import named_values, names_by_value, references, roots_of
 from nbdist.cluster.inspection.status_report import gpu_memory
 from nbdist.cluster.inspection.variables import Variable
 from nbdist.cluster.processes import process_memory
@@ -56,17 +56,17 @@ class Owned(msgspec.Struct, frozen=True):
     """A referenced value, as its owner reports it."""
 
     id: GlobalId
-    state: State | None
-    """The value's type, shape and size, or its error; None if the value has not been computed yet."""
-    nbytes: int | None
-    """Bytes in the worker's memory; None if the value has not been computed, or its size is not known."""
-    gpu: int
-    """Bytes on other devices."""
-    is_partial: bool
-    """True if the value may hold more than was visited."""
     users: list[str]
     """The names of the other workers that hold references to the value."""
-    pins: list[Pin]
+    state: State | None
+    """The value's type, shape and size, or its error; None if the value has not been computed yet."""
+    nbytes: int | None = None
+    """Bytes in the worker's memory; None if the value has not been computed, or its size is not known."""
+    gpu: int = 0
+    """Bytes on other devices."""
+    is_partial: bool = False
+    """True if the value may hold more than was visited."""
+    pins: list[Pin] = []
     """The names on the owner itself that keep the value."""
 
 
@@ -155,13 +155,11 @@ def collect() -> Holdings:
         time.sleep(_BETWEEN_LOOKS)
         reports, silent = ask_all(_report)
     order = {worker: number for number, worker in enumerate(reports)}
+    used = {worker: report.used for worker, report in reports.items()}
     items = []
     for worker, report in reports.items():
         for owned in report.owned:
-            held = [
-                (name, reports[name].used.get(owned.id) or [_UNKNOWN] if name in reports else [_UNKNOWN])
-                for name in owned.users
-            ]
+            held = [(name, used.get(name, {}).get(owned.id) or [_UNKNOWN]) for name in owned.users]
             own = pins.told({*report.used.get(owned.id, []), *owned.pins})
             if own or not held:
                 held.append((worker, own or [_UNKNOWN]))
@@ -235,10 +233,9 @@ def _report() -> MemoryReport:
     for number, value in zip(numbers, values, strict=True):
         by = [Pin("context", f"context {context}") for context, known in kept.items() if value.place in known]
         by += [pins.variable(name) for name in names.get(value.key, ())]
-        by += [pin for each in leading.get(number, ()) for pin in _pins_within(each)]
-        owned.append(
-            Owned(value.id, value.state, value.nbytes, value.gpu, value.is_partial, value.users, pins.told({*by}))
-        )
+        # The value is somewhere inside of these variables.
+        by += [Pin(each.kind, name, within=True) for each in leading.get(number, ()) for name in each.names]
+        owned.append(msgspec.structs.replace(value.owned, pins=pins.told({*by})))
     del leading
     used: dict[GlobalId, list[Pin]] = {}
     rrefs = references(agent)
@@ -250,12 +247,8 @@ def _report() -> MemoryReport:
 class _Value(NamedTuple):
     """A value that this worker owns or will own; without the object itself, so that the report keeps nothing alive."""
 
-    id: GlobalId
-    users: list[str]
-    state: State | None
-    nbytes: int | None = None
-    gpu: int = 0
-    is_partial: bool = False
+    owned: Owned
+    """The report about the value, still without its pins."""
     key: int = 0
     """The ``id`` of the value's object; 0 without one, and for numbers and texts, which may be shared by chance."""
     place: Place | None = None
@@ -285,9 +278,9 @@ def _count_value(
     are the names of the workers that refer to the value. ``most`` limits the objects visited.
     """
     if not promise.done():
-        return _Value(id_, users, None), 0
+        return _Value(Owned(id_, users, None)), 0
     if promise.exception() is not None:  # described when it was raised: its `str` would call the user's code
-        return _Value(id_, users, agent.references.forks.state(id_, None)), 0
+        return _Value(Owned(id_, users, agent.references.forks.state(id_, None))), 0
     value = promise.value()
     state = describe_value(value)
     walk = CensusWalk(census, "references", value)
@@ -298,7 +291,8 @@ def _count_value(
     with no_torch_function():
         at = storage_of(value) if inert.is_a(value, torch.Tensor) else None
     place = at[0] if at is not None else None
-    return _Value(id_, users, state, nbytes, walk.gpu, walk.is_partial or not walk.done, key, place), spent
+    owned = Owned(id_, users, state, nbytes, walk.gpu, walk.is_partial or not walk.done)
+    return _Value(owned, key, place), spent
 
 
 def _watch(census: Census, values: list[_Value]) -> list[int]:
@@ -315,11 +309,6 @@ def _watch(census: Census, values: list[_Value]) -> list[int]:
             census.watched.setdefault(value.place, number)
         numbers.append(number)
     return numbers
-
-
-def _pins_within(named: NamedValue) -> list[Pin]:
-    """Return a `Pin` for each name of a variable: the value in question is somewhere inside that variable."""
-    return [Pin(named.kind, name, within=True) for name in named.names]
 
 
 def _memory(agent: Agent, census: Census, rows: list[Variable]) -> WorkerMemory:

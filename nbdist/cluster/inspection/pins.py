@@ -12,7 +12,8 @@ import gc
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import FrameType, ModuleType, TracebackType
+from traceback import walk_tb
+from types import FrameType, ModuleType
 from typing import Any
 
 import msgspec
@@ -198,13 +199,7 @@ def variable(name: str, within: bool = False) -> Pin:
 
 def frames_of(errors: Iterable[BaseException | None]) -> dict[int, FrameType]:
     """Return the frames in the tracebacks of errors, and of the errors that led to them, by ``id``."""
-    found: dict[int, FrameType] = {}
-    for error in chain_of(errors):
-        traceback: TracebackType | None = _traceback(error)
-        while traceback is not None:
-            found[id(traceback.tb_frame)] = traceback.tb_frame
-            traceback = traceback.tb_next
-    return found
+    return {id(frame): frame for error in chain_of(errors) for frame, _ in walk_tb(_traceback(error))}
 
 
 def chain_of(errors: Iterable[BaseException | None]) -> list[BaseException]:

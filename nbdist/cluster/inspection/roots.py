@@ -104,9 +104,8 @@ def named_values(roots: Roots) -> list[NamedValue]:
     found: dict[int, NamedValue] = {}
     for name, value in _variables(roots):
         if inert.is_a(value, int, float, str, bytes) or value is None:
-            found[id(name)] = NamedValue(
-                [name], "variable", value
-            )  # one object for several names by chance: keep apart
+            # Variables with equal values may share one object by chance: keep them apart.
+            found[id(name)] = NamedValue([name], "variable", value)
         else:
             found.setdefault(id(value), NamedValue([], "variable", value)).names.append(name)
     for number, value in list(dict.items(roots.out)):
