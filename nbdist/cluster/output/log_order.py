@@ -5,6 +5,7 @@ All output is held back until the workers have ended, so that the order does not
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 from nbdist.cluster.output import arranger
@@ -99,22 +100,9 @@ class LogOrder(Arranger):
 def _in_fixed_order(worker: str, said: Sequence[Published]) -> list[OutputItem]:
     """Return one worker's output as items, in an order that does not depend on when its streams were flushed."""
     lines = Lines(worker)
-    items: list[OutputItem] = []
-    part: list[OutputItem] = []
-
-    def end_part() -> None:
+    items = [item for message in said for item in lines.take(message, 0.0)] + lines.rest(0.0)
+    ordered: list[OutputItem] = []
+    for _, part in itertools.groupby(items, lambda item: item.message is None):
         # Between two displays, all text of stdout comes before all text of stderr.
-        items.extend(item for item in part if item.stream == "stdout")
-        items.extend(item for item in part if item.stream == "stderr")
-        part.clear()
-
-    for message in said:
-        for item in lines.take(message, 0.0):
-            if item.message is not None:
-                end_part()
-                items.append(item)
-            else:
-                part.append(item)
-    part += lines.rest(0.0)
-    end_part()
-    return items
+        ordered += sorted(part, key=lambda item: item.stream == "stderr")
+    return ordered
