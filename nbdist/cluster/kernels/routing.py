@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
@@ -44,7 +45,9 @@ class Router:
         self.comms = Comms(thread)
         self._thread = thread
         self._cells: OrderedDict[str, Cell] = OrderedDict()
-        self._fences: dict[str, _Fence] = {}
+        # By the token of each `settle` that waits. Released once for each worker: its message has arrived, or it could
+        # not be asked.
+        self._fences: dict[str, threading.Semaphore] = {}
 
     def expect(self, id: str, cell: Cell) -> None:
         """Register a cell for the messages that belong to the request ``id``. Called before the request is sent."""
@@ -71,7 +74,7 @@ class Router:
         kind, content = message["msg_type"], message["content"]
         if kind == FENCE:
             if (fence := self._fences.get(content["token"])) is not None:  # else `settle` waits for it no more
-                fence.pass_one()
+                fence.release()
             return
         if kind == NAMES:
             worker.names = content["names"]
@@ -102,30 +105,16 @@ class Router:
         """
         token = os.urandom(8).hex()
         # Before the first worker is asked, whose message may come at once.
-        self._fences[token] = fence = _Fence(len(workers))
+        self._fences[token] = fence = threading.Semaphore(0)
         for worker in workers:
             if not ask(worker.name, token):
-                fence.pass_one()
-        fence.all_passed.wait(within)
+                fence.release()
+        deadline = time.monotonic() + within
+        for _ in workers:
+            fence.acquire(timeout=max(0.0, deadline - time.monotonic()))
         del self._fences[token]
 
         async def finish() -> None:
             origin.finish()
 
         self._thread.run(finish()).result()
-
-
-class _Fence:
-    """Counts the workers that have sent all their output so far; sets `all_passed` at the last one."""
-
-    def __init__(self, awaited: int) -> None:
-        self.all_passed = threading.Event()
-        self._awaited = awaited
-        self._lock = threading.Lock()
-
-    def pass_one(self) -> None:
-        """Count one worker: its message has arrived, or it could not be asked. In any thread."""
-        with self._lock:
-            self._awaited -= 1
-            if self._awaited <= 0:
-                self.all_passed.set()
