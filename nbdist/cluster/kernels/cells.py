@@ -409,7 +409,8 @@ class Cell:
         kind, content = message["msg_type"], message["content"]
         part = self.parts[worker]
         if kind == "status":
-            self._on_status(part, content["execution_state"])
+            if content["execution_state"] == "idle":
+                self._on_idle(part)
         elif kind == "execute_input":
             part.begin()
         elif kind != "iopub_welcome" and not (self._quiet and kind == "execute_result"):
@@ -424,17 +425,12 @@ class Cell:
         part = self.parts[worker]
         part.reply = content
         if content["status"] in ("aborted", "abort"):
-            part.error = WorkerError(
-                worker, "Aborted", "the kernel dropped the cell and did not run it; run it again", ()
-            )
+            text = "the kernel dropped the cell and did not run it; run it again"
+            part.error = WorkerError(worker, "Aborted", text, ())
         self._maybe_end(part)
         if not part.done:
             # The cell ends here once the kernel is idle as well, or without that report.
-            self._thread.loop.call_later(_IDLE_WITHIN, self._idle_is_lost, part)
-
-    def _idle_is_lost(self, part: CellPart) -> None:
-        part.idle = True
-        self._maybe_end(part)
+            self._thread.loop.call_later(_IDLE_WITHIN, self._on_idle, part)
 
     def on_input(self, worker: str, request: Message) -> None:
         """Show the worker's output so far, and pass its request for input to the thread that waits."""
@@ -451,12 +447,12 @@ class Cell:
         part.error = WorkerError(worker, "WorkerLost", text, (f"WorkerLost: {text}",))
         self._end_part(part)
 
-    def _on_status(self, part: CellPart, state: str) -> None:
-        if state == "idle":
-            part.idle = True
-            self._maybe_end(part)
-            if not part.done:
-                self._thread.loop.call_later(_REPLY_WITHIN, self._reply_is_lost, part)
+    def _on_idle(self, part: CellPart) -> None:
+        """Note that the kernel is idle, or that its report of that counts as lost."""
+        part.idle = True
+        self._maybe_end(part)
+        if not part.done:
+            self._thread.loop.call_later(_REPLY_WITHIN, self._reply_is_lost, part)
 
     def _reply_is_lost(self, part: CellPart) -> None:
         """End the cell on a worker whose kernel is idle, without a reply."""
@@ -474,10 +470,7 @@ class Cell:
         """Set the error of the cell on a worker from an ``error`` message or a reply."""
         traceback = tuple(content.get("traceback", ()))
         if content["ename"] == "NameError" and (name := labels.missing_here(content["evalue"])):
-            traceback = (
-                *traceback,
-                f"`{name}` is a variable of the notebook: `%dist_push {name}` sends it to the workers",
-            )
+            traceback += (f"`{name}` is a variable of the notebook: `%dist_push {name}` sends it to the workers",)
         part.error = WorkerError(part.worker, content["ename"], content["evalue"], traceback)
 
     def on_broken_off(self, part: CellPart, note: str) -> None:
@@ -566,11 +559,7 @@ class Cell:
         elif part.held:
             part.held.append(message)
         else:
-            self._show(part, message)
-
-    def _show(self, part: CellPart, message: Published) -> None:
-        """Show a message through the cell's `Outlet`, and add the outlet's messages to `CellPart.outputs`."""
-        self._remember(part, self._outlet.feed(part.worker, message))
+            self._remember(part, self._outlet.feed(part.worker, message))
 
     def _show_held(self, part: CellPart, error: Published | None = None) -> None:
         """Show the messages in `CellPart.held`, and empty it; with ``error``, only if that one is still the first."""
@@ -581,7 +570,7 @@ class Cell:
             return
         held, part.held = part.held, []
         for message in held:
-            self._show(part, message)
+            self._remember(part, self._outlet.feed(part.worker, message))
 
     @staticmethod
     def _remember(part: CellPart, shown: Sequence[Published]) -> None:

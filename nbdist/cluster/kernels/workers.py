@@ -155,14 +155,10 @@ class Worker:
         if the function fails, WorkerLost if this worker dies, or another one without which the function fails.
         """
         assert self.kernel is not None
-        request = {
-            "code": CALL_EXTENSION.format(function),
-            "silent": True,
-            "store_history": False,
-            "allow_stdin": False,
-        }
+        code = CALL_EXTENSION.format(function)
+        options = {"silent": True, "store_history": False, "allow_stdin": False, "user_expressions": {}}
         # Asked now, and not when the coroutine first runs: cells that are sent meanwhile come after it.
-        return self._wait_for_reply(self.kernel.ask("execute_request", {**request, "user_expressions": {}}))
+        return self._wait_for_reply(self.kernel.ask("execute_request", {"code": code, **options}))
 
     async def _wait_for_reply(self, asked: asyncio.Future[Message]) -> None:
         content = (await asked)["content"]
