@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 import sys
-import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -87,7 +86,6 @@ class WorkerOutput:
         """The requests of cells that must not run, and have not ended."""
         self.values: dict[str, Future[Any]] = {}
         """The kept values by the ids of their requests. A value may arrive before or after the request for it."""
-        self._keeping = threading.Lock()  # guards `values`
         # True while the shell runs a silent request; `_told_of_cell` then still tells of the cell before.
         self._is_silent = False
         self._numbered = ""  # the id of the request whose number the shell has
@@ -190,13 +188,10 @@ class WorkerOutput:
         if (histories := self._collectives.news()) is not None:
             self._publish(COLLECTIVES, {"groups": msgspec.to_builtins(histories)})
         if told.get("keep"):
-            value = self._value_of(id)
             error = result.error_before_exec or result.error_in_exec
-            if error is not None:
-                # A new error: the cell's own would keep the cell's frames alive, and with them their variables.
-                value.try_settle(None, RemoteError(f"{type(error).__name__}: {error}"))
-            else:
-                value.try_settle(result.result, None)
+            # A new error: the cell's own would keep the cell's frames alive, and with them their variables.
+            failure = RemoteError(f"{type(error).__name__}: {error}") if error is not None else None
+            self._value_of(id).try_settle(None if failure is not None else result.result, failure)
 
     def take_last_value(self, id: str) -> Future[Any]:
         """Return the future of the value of a cell's last expression; ``id`` is the id of the cell's request.
@@ -210,15 +205,12 @@ class WorkerOutput:
 
     def drop_value(self, id: str) -> None:
         """Drop the value of a cell's last expression, which nobody will take. Called after the cell has ended."""
-        with self._keeping:
-            self.values.pop(id, None)
+        self.values.pop(id, None)
 
     def _value_of(self, id: str) -> Future[Any]:
         """Return the future for the value of the cell with this request id; make one if there is none yet."""
-        with self._keeping:
-            if id not in self.values:
-                self.values[id] = Future()
-            return self.values[id]
+        # In one step, because the main thread and an RPC thread may both be the first to ask for it.
+        return self.values.setdefault(id, Future())
 
     def _origin(self) -> str:
         """Return the key of the cell to which the output of calls made now, in the calling thread, belongs."""
@@ -233,10 +225,7 @@ class WorkerOutput:
         Only the calling thread is affected. An empty origin, as of calls that no cell has made, changes nothing.
         torch's error of a dead member becomes WorkerLost or GroupError.
         """
-        parent = {"header": {"msg_id": origin}}
-        undo: Callable[[], object] | None = None
-        if origin:
-            undo = answer_in_thread(self._shell, parent)
+        undo = answer_in_thread(self._shell, {"header": {"msg_id": origin}}) if origin else None
         try:
             yield
         except (RuntimeError, ValueError) as error:
