@@ -34,6 +34,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from traceback import walk_tb
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed
@@ -187,9 +188,8 @@ class Collectives:
         self._spans_hosts = told.secret is not None
         if generation is None:
             assert self._agent is not None
-            with (
-                DeferredSignals()
-            ):  # else an interrupt might lose the number, without which the notebook forms no other group
+            # Else an interrupt might lose the number, without which the notebook forms no other group.
+            with DeferredSignals():
                 generation = self.generation = self._agent.at(self._driver, "mending").ask("enter_group", told.name)
         with self._breaking:
             if dist.is_initialized():
@@ -585,14 +585,12 @@ def _answer() -> None:
 def _is_of_old_group(error: BaseException) -> bool:
     """Return whether the frames of an error hold a destroyed group, or a DDP or FSDP wrapper with such a group."""
     # Some errors of torch do not say that the group is gone, such as those after a restart.
-    tb = error.__traceback__
-    while tb is not None:
-        found = tb.tb_frame.f_locals
+    for frame, _ in walk_tb(error.__traceback__):
+        found = frame.f_locals
         wrapper = getattr(found.get("self"), "__dict__", {})  # of DDP or FSDP, if this is a method of one
         for group in (found.get("group"), wrapper.get("process_group")):
             if isinstance(group, dist.ProcessGroup) and not is_process_group_known(group):
                 return True
-        tb = tb.tb_next
     return False
 
 

@@ -62,10 +62,9 @@ def loops(is_known: Callable[[bytes], bool]) -> list[Loop]:
     found = []
     for task in Path("/proc/self/task").glob("*"):
         with contextlib.suppress(OSError, ValueError):  # a thread that ends during the search
-            if _NAME is None or (task / "comm").read_text().strip() == _NAME:
-                poller = _poller(int(task.name))
-                if poller is None:
-                    continue
+            if _NAME is not None and (task / "comm").read_text().strip() != _NAME:
+                continue
+            if (poller := _poller(int(task.name))) is not None:
                 watched = Path(f"/proc/self/fdinfo/{poller}").read_text()
                 loop = _sorted(map(int, _WATCHED.findall(watched)))
                 if _NAME is not None or is_known(loop.address):

@@ -243,20 +243,10 @@ class WorkerKernel:
 
         told = self.setup
         gpu.check(told)
-        agent = initialize(
-            told.name,
-            told.id,
-            None,
-            RpcBackendOptions(
-                init_method=told.meeting,
-                secret=told.secret,
-                host=told.host,
-                **{**told.rpc, "rpc_timeout": _JOINS_WITHIN},
-            ),
-            hosted=Path(told.folder),
-            device=told.device,
-        )
-        # A short limit of the user's is not meant for joining.
+        # A short time limit of the user's is not meant for joining.
+        rpc = {**told.rpc, "rpc_timeout": _JOINS_WITHIN}
+        options = RpcBackendOptions(init_method=told.meeting, secret=told.secret, host=told.host, **rpc)
+        agent = initialize(told.name, told.id, None, options, hosted=Path(told.folder), device=told.device)
         agent.rpc_timeout = told.rpc.get("rpc_timeout", _JOINS_WITHIN)
         agent.stopping.patience = _CALLS_STOP_WITHIN
         self._output.follow(agent)
