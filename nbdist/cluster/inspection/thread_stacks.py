@@ -60,15 +60,12 @@ class Stacks(NamedTuple):
 def read_stacks(cluster: Cluster, targets: str | None) -> Stacks:
     """Return where the threads of some workers are, in at most about two seconds."""
     workers = cluster.select(targets)
-    living = [worker for worker in workers if worker.alive]
     with recorder().contexts.outside():
-        names = dict.fromkeys([each.name for each in living], ())
+        names = dict.fromkeys([worker.name for worker in workers if worker.alive], ())
         answered = ask_each(cluster.agent, own_stacks, names, timeout=_ANSWER_WITHIN).or_raise(but=NbdistError)
-    mute = [worker for worker in living if worker.name not in answered]
-    probes = {worker.name: cluster.probe(worker.name) for worker in mute}
-    silent: dict[str, ThreadStack | None] = {}
+    probes = {name: cluster.probe(name) for name in names if name not in answered}
+    silent: dict[str, ThreadStack | None] = dict.fromkeys(probes)
     for name, probe in probes.items():
-        silent[name] = None
         with contextlib.suppress(Exception):  # the worker ends, or its host cannot be reached
             if lines := tuple(map(str, users_lines(read_frames(probe.result(_ANSWER_WITHIN).frames)))):
                 silent[name] = ThreadStack(threading.main_thread().name, lines)

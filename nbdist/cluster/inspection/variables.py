@@ -87,7 +87,5 @@ def _at_most(rows: list[Variable]) -> list[Variable]:
 
 def _number_of_entries(value: Any) -> int | None:
     """Return the number of entries of a built-in container; None for anything else."""
-    for kind in (list, tuple, dict, set, frozenset, collections.deque):
-        if inert.is_a(value, kind):
-            return int(kind.__len__(value))
-    return None
+    kinds: tuple[Any, ...] = (list, tuple, dict, set, frozenset, collections.deque)
+    return next((int(kind.__len__(value)) for kind in kinds if inert.is_a(value, kind)), None)

@@ -44,9 +44,8 @@ class KernelThread:
     """A daemon thread that runs an event loop."""
 
     def __init__(self) -> None:
-        require_files(
-            _FILES_OF_LOOP, "the notebook cannot talk to workers' kernels"
-        )  # a half-made loop cannot be closed
+        # First: a half-made loop cannot be closed.
+        require_files(_FILES_OF_LOOP, "the notebook cannot talk to workers' kernels")
         self.loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="nbdist-kernels", daemon=True)
         self._thread.start()

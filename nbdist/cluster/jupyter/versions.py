@@ -97,11 +97,7 @@ def _wrap_completions(completer: Any, complete: Callable[[str, int], Completions
             yield from plain(text, offset)
 
     completer.completions = completions
-
-    def remove() -> None:
-        del completer.completions
-
-    return remove
+    return partial(delattr, completer, "completions")
 
 
 # -- tracebacks: IPython ------------------------------------------------------------------------
@@ -119,12 +115,12 @@ def name_files(shell: Any, name: Callable[[str], str | None]) -> None:
 
         compiler.format_code_name = format_code_name
         return
-    files = re.compile(r"\S*[/\\]ipykernel_\d+[/\\]\d+\.py")
+    files, colours = re.compile(r"\S*[/\\]ipykernel_\d+[/\\]\d+\.py"), re.compile(r"\x1b\[[0-9;]*m")
 
-    def rename(lines: list[str]) -> list[str]:
-        return [files.sub(lambda found: name(_without_colours(found[0])) or found[0], line) for line in lines]
+    def rename(found: re.Match[str]) -> str:
+        return name(colours.sub("", found[0])) or found[0]
 
-    _change_tracebacks(shell, lambda lines, _: rename(lines))
+    _change_tracebacks(shell, lambda lines, _: [files.sub(rename, line) for line in lines])
 
 
 def store_source(name: str, entry: tuple[int, float | None, list[str], str]) -> None:
@@ -156,10 +152,6 @@ def _change_tracebacks(shell: Any, change: Callable[[list[str], BaseException], 
     shell.InteractiveTB.structured_traceback = structured_traceback
 
 
-def _without_colours(text: str) -> str:
-    return re.sub(r"\x1b\[[0-9;]*m", "", text)
-
-
 # -- widgets: ipykernel, ipywidgets -------------------------------------------------------------
 
 
@@ -167,12 +159,8 @@ def handle_where_sent(comm: Any) -> None:
     """Make ipykernel handle the page's messages for a comm in the thread that they are sent to."""
     # From version 7.4 on, ipykernel hands a message to the thread that published last, which may be busy with a cell.
     if hasattr(comm, "_reply_subshell_for"):
-        comm._reply_subshell_for = _where_it_was_sent
-
-
-def _where_it_was_sent(_: Any, default: Any) -> Any:
-    # Replaces a method of the comm. ``default`` is the thread to which the page has sent the message.
-    return default
+        # Replaces a method of the comm. ``default`` is the thread to which the page has sent the message.
+        comm._reply_subshell_for = lambda _, default: default
 
 
 def html_style() -> Any:

@@ -84,9 +84,8 @@ class OutputCutter:
             else:
                 self.left_out += len(self._held) == LINES_KEPT  # the deque drops its oldest line now
                 self._held.append(stream_text(stream, f"{line}\n"))
-        if rest and (
-            self._shown < LINES_KEPT or self._open[stream] or "\r" in rest
-        ):  # a progress bar, or more of a line that is shown already
+        # More of a line that is shown already, or a progress bar.
+        if rest and (self._shown < LINES_KEPT or self._open[stream] or "\r" in rest):
             shown, rest, self._open[stream] = shown + rest, "", True
         self._begun[stream] = rest
         return [stream_text(stream, shown)] if shown else []

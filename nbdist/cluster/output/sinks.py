@@ -43,25 +43,20 @@ class Sink(Protocol):
     @property
     def id(self) -> str:
         """The id of the request that caused the output."""
-        ...
 
     @property
     def key(self) -> str:
         """A key for `origins` that only this place has: the request's id, and the objects that capture its output."""
-        ...
 
     @property
     def page(self) -> Sink:
         """The place for notices: this one, or the notebook's page if this one captures output."""
-        ...
 
     def publish(self, message: Published) -> None:
         """Show a message; a place that cannot show messages of its kind drops it."""
-        ...
 
     def hand_on(self, payload: Mapping[str, Any]) -> None:
         """Carry out a cell's requests to the front end, such as to show a help page. Main thread only."""
-        ...
 
 
 class KernelSink:
@@ -87,10 +82,7 @@ class KernelSink:
         """The id of the cell's request."""
         return str(self._parent["header"].get("msg_id", ""))
 
-    @property
-    def key(self) -> str:
-        """The id of the cell's request."""
-        return self.id
+    key = id
 
     @property
     def page(self) -> KernelSink:

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import re
 from collections import deque
-from collections.abc import Mapping
 
 # After a carriage return, a terminal overwrites the line's characters. A piece is a character or an escape sequence.
 _PIECE = re.compile(r"\x1b\[([0-9;?]*)([@-~])|.", re.DOTALL)
@@ -76,7 +75,7 @@ def close_colours(line: str, open: dict[int, str]) -> str:
     """
     if not open and "\x1b" not in line:
         return line
-    begin = _set_colours(open)
+    begin = f"\x1b[{';'.join(open.values())}m" if open else ""
     for match in _COLOUR.finditer(line):
         codes = deque(match[1].split(";"))
         while codes:
@@ -97,7 +96,3 @@ def close_colours(line: str, open: dict[int, str]) -> str:
             elif code in _ENDED_BY:
                 open[_ENDED_BY[code]] = text
     return f"{begin}{line}\x1b[0m" if open and line else f"{begin}{line}" if line else line
-
-
-def _set_colours(open: Mapping[int, str]) -> str:
-    return f"\x1b[{';'.join(open.values())}m" if open else ""
