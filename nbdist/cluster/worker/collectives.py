@@ -261,11 +261,9 @@ class Collectives:
 
     def _open_store(self, told: WorkerSetup, generation: int) -> GroupStore:
         """Return the store for one forming of the group: files, or, for several hosts, the notebook's memory."""
-        agent = self._agent
-        if told.secret is None or agent is None:
+        if told.secret is None or self._agent is None:
             return FolderStore(Path(told.folder, group_folder(generation)))
-
-        return BoardStore(generation, partial(agent.at(told.driver, "boards").ask, "act"))
+        return BoardStore(generation, partial(self._agent.at(told.driver, "boards").ask, "act"))
 
     @contextlib.contextmanager
     def _leaving_with(self, store: GroupStore, world_size: int) -> Iterator[None]:
@@ -331,9 +329,8 @@ class Collectives:
         assert self._store is not None
         self._store.lost = self._say_lost()
         groups = process_groups()
-        names = [(loop, self._store.group_at(loop.address)) for loop in self._all_loops()]
         # A group without a known name was made with a store of the user's own, or is forming now: leave it, too.
-        _shut([loop for loop, name in names if name not in groups or rank in groups[name]])
+        _shut([loop for loop, name in self._named_loops() if name not in groups or rank in groups[name]])
         self._abort([group for name, group in groups_by_name().items() if rank in groups.get(name, ())])
 
     def _abort(self, groups: Iterable[Any], *, but: int | None = None) -> bool:
@@ -390,7 +387,7 @@ class Collectives:
                     return  # the group has formed again meanwhile
                 groups = process_groups()
                 # torch does not list a group that still forms; nor an earlier one, which `_loops_before` has.
-                unknown = [loop for loop in self._all_loops() if self._store.group_at(loop.address) not in groups]
+                unknown = [loop for loop, name in self._named_loops() if name not in groups]
                 forming = [loop for loop in unknown if loop.address not in self._loops_before]
                 for loop in forming:
                     gloo.connect_for_peers(loop, dist.get_world_size())
@@ -400,6 +397,11 @@ class Collectives:
 
     def _all_loops(self) -> list[gloo.Loop]:
         return gloo.loops(self._is_known)
+
+    def _named_loops(self) -> list[tuple[gloo.Loop, str | None]]:
+        """Return the loops of all groups, each with the group's name; None for one that the present store lacks."""
+        store = self._store
+        return [(loop, store.group_at(loop.address) if store is not None else None) for loop in self._all_loops()]
 
     def _is_known(self, address: bytes) -> bool:
         """Return whether the group whose gloo listens at this address formed here, through the present store."""
@@ -449,10 +451,8 @@ class Collectives:
     def _is_whole(self) -> bool:
         # While all present groups have all their connections, an error of gloo comes from an older group.
         groups = process_groups()
-        store = self._store
-        names = [(loop, store.group_at(loop.address) if store is not None else None) for loop in self._all_loops()]
-        counted = (len(loop.connections) >= len(groups[name]) - 1 for loop, name in names if name in groups)
-        return min(counted, default=False)
+        counts = [(len(loop.connections), name) for loop, name in self._named_loops()]
+        return min((count >= len(groups[name]) - 1 for count, name in counts if name in groups), default=False)
 
     def _wait_for_loss_elsewhere(self, agent: Agent) -> None:
         """Wait until a member on another host that does not answer is lost; return at once if all answer."""
@@ -511,8 +511,7 @@ class Collectives:
                 waits, group = bool(nccl.waits([ident])), None
             if not waits:
                 return ""
-            name_of = self._store.group_at if self._store is not None else lambda _: None
-            left = [loop for loop in self._all_loops() if group is None or name_of(loop.address) in (group, None)]
+            left = [loop for loop, name in self._named_loops() if group is None or name in (group, None)]
             if not _shut(left) and not groups:
                 return ""
             self._broken[ident] = time.monotonic()
