@@ -64,17 +64,17 @@ def new_header(kind: str, session: str, id: str | None = None) -> dict[str, Any]
 def encode(
     key: bytes,
     header: Mapping[str, Any],
-    content: bytes,
+    content: Mapping[str, Any] | bytes,
     *,
     parent: Mapping[str, Any] | None = None,
-    metadata: bytes = b"{}",
+    metadata: Mapping[str, Any] | bytes = b"{}",
     buffers: Sequence[Any] = (),
 ) -> list[Any]:
     """Return a message as frames, signed with ``key``; ``parent`` is the header of the message that caused this one.
 
-    ``content`` and ``metadata`` are JSON already, so that a message to many kernels is packed once.
+    ``content`` and ``metadata`` may be JSON already, as bytes, so that a message to many kernels is packed once.
     """
-    parts = [pack(header), pack(parent or {}), metadata, content]
+    parts = [each if isinstance(each, bytes) else pack(each) for each in (header, parent or {}, metadata, content)]
     return [_DELIMITER, _sign(key, parts), *parts, *buffers]
 
 

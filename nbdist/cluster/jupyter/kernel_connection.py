@@ -25,7 +25,7 @@ import zmq
 from jupyter_client.connect import channel_socket_types
 
 from nbdist.channel.resources import require_files
-from nbdist.cluster.jupyter.jupyter_wire import decode, encode, new_header, pack
+from nbdist.cluster.jupyter.jupyter_wire import decode, encode, new_header
 from nbdist.errors import WorkerLost
 
 T = TypeVar("T")
@@ -189,14 +189,8 @@ class Kernel:
         if self._closed is not None:
             raise WorkerLost(self._closed)
         header = new_header(kind, self._session, id)
-        frames = encode(
-            self._key,
-            header,
-            content if isinstance(content, bytes) else pack(content),
-            parent=parent["header"] if parent is not None else None,
-            metadata=metadata if isinstance(metadata, bytes) else pack(metadata),
-            buffers=buffers,
-        )
+        cause = parent["header"] if parent is not None else None
+        frames = encode(self._key, header, content, parent=cause, metadata=metadata, buffers=buffers)
         if channel not in self._sockets:
             raise WorkerLost("the kernel of the worker has not started yet: try again when the worker is ready")
         self._sockets[channel].send_multipart(frames)
