@@ -111,10 +111,18 @@ class Worker:
         """The cell that the worker runs, or runs next; None if it is idle. It may end at any moment."""
         return next(iter(self.cells), None)
 
-    def connection(self, folder: Path) -> dict[str, Any]:
-        """Return the content of the connection file for the kernel that is started next. This counts `lives` up."""
+    def connection_file(self, folder: Path) -> Path:
+        """Return the path of the kernel's connection file, in ``folder``, for the latest start of the worker."""
+        return folder / f"{self.name}-{self.lives}.json"
+
+    def prepare(self, thread: KernelThread, folder: Path, listener: Callable[[Worker, str, Message], None]) -> None:
+        """Get ready for the next start: write a new connection file, make a `Kernel` for it, and reset the state.
+
+        This counts `lives` up.
+        ``listener(worker, channel, message)`` gets, in the kernel thread, the messages that answer no `Kernel.ask`.
+        """
         self.lives += 1
-        return {
+        connection = {
             "transport": "ipc",
             # In the run directory, which no other user can enter. Each start of the worker has sockets of its own.
             "ip": str(folder / f"{self.name}-{self.lives}"),
@@ -123,17 +131,6 @@ class Worker:
             "signature_scheme": "hmac-sha256",
             "kernel_name": "",
         }
-
-    def connection_file(self, folder: Path) -> Path:
-        """Return the path of the kernel's connection file, in ``folder``, for the latest start of the worker."""
-        return folder / f"{self.name}-{self.lives}.json"
-
-    def prepare(self, thread: KernelThread, folder: Path, listener: Callable[[Worker, str, Message], None]) -> None:
-        """Get ready for the next start: write a new connection file, make a `Kernel` for it, and reset the state.
-
-        ``listener(worker, channel, message)`` gets, in the kernel thread, the messages that answer no `Kernel.ask`.
-        """
-        connection = self.connection(folder)
         self.print_log = self.print_log or PrintLog(folder, self.name)
         self.connection_file(folder).touch(mode=0o600)  # before the key is written into it
         self.connection_file(folder).write_text(json.dumps(connection))
