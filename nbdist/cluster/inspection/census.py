@@ -220,7 +220,7 @@ class CensusWalk:
 
     def _count_once(self, value: Any) -> None:
         """Count an object unless it has been visited, and put its referents on the stack, to be visited next."""
-        cls = type(value)
+        cls: Any = type(value)
         if cls is int or cls is float:
             self._object(cls.__sizeof__(value))
             return
@@ -238,8 +238,7 @@ class CensusWalk:
         if cls is str or cls is bytes:
             self._object(cls.__sizeof__(value))
             return
-        children = self._children(value, cls)
-        if children is not None:
+        if (children := self._children(value, cls)) is not None:
             self._stack.append(children)
 
     def _children(self, value: Any, cls: type) -> Iterator[Any] | None:
@@ -267,15 +266,12 @@ class CensusWalk:
 
     def _tensor(self, tensor: torch.Tensor) -> Iterator[Any]:
         """Count a tensor's buffer; return its attributes, hooks, gradient, and the nodes of its autograd graph."""
-        found = storage_of(tensor)
-        if found is not None:
+        if (found := storage_of(tensor)) is not None:
             self._buffer(*found, is_root=tensor is self._root)
         referents = _referents(tensor, type(tensor))  # the attributes that were set on the tensor, and its hooks
         node = _grad_fn(tensor)
-        if node is None or _retains_grad(tensor):
-            gradient = _grad(tensor)
-            if gradient is not None:
-                referents.append(gradient)
+        if (node is None or _retains_grad(tensor)) and (gradient := _grad(tensor)) is not None:
+            referents.append(gradient)
         return chain(referents, self._graph(node)) if node is not None else iter(referents)
 
     def _graph(self, node: Any) -> Iterator[Any]:
@@ -331,8 +327,7 @@ class CensusWalk:
 
     def _note_watched(self, key: int | Place) -> None:
         """Note in `met` that the value leads to an object (an ``id``) or buffer, if `Census.watched` asks for it."""
-        number = self._census.watched.get(key)
-        if number is not None:
+        if (number := self._census.watched.get(key)) is not None:
             self.met.add(number)
 
 

@@ -317,12 +317,5 @@ def _memory(agent: Agent, census: Census, rows: list[Variable]) -> WorkerMemory:
     ``rows`` describes its variables.
     """
     usage, regions = process_memory.measure()
-    return WorkerMemory(
-        agent.me.name,
-        agent.me.incarnation,
-        usage,
-        process_memory.started_with(),
-        census.amounts(regions),
-        rows,
-        gpu_memory(),
-    )
+    started_with, amounts = process_memory.started_with(), census.amounts(regions)
+    return WorkerMemory(agent.me.name, agent.me.incarnation, usage, started_with, amounts, rows, gpu_memory())

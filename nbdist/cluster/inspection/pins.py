@@ -152,8 +152,7 @@ def _pins(
         return [(0, roots.named[id(holder)])], False
     if id(holder) in roots.tracebacks:
         return [(0, Pin("traceback", "a traceback"))], True  # a variable of the user's may hold the error, too
-    module = namespaces.get(id(holder))
-    if module is not None:
+    if (module := namespaces.get(id(holder))) is not None:
         assert type(holder) is dict
         if module.partition(".")[0] == _OURS:
             return [], False

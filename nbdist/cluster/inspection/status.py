@@ -110,13 +110,7 @@ def _status(worker: Worker, report: StatusReport) -> WorkerStatus:
         runs = f"{first[:LINE_SHOWN]}{since}"
     pid = worker.pid if worker.lost is None else None
     device = worker.device if worker.gpu is None else f"{worker.device} (GPU {worker.gpu})"
-    return WorkerStatus(
-        worker.name,
-        worker.rank,
-        pid,
-        device,
-        "busy" if report.calls and worker.state == "idle" else worker.state,
-        runs,
-        report if runs else report._replace(where=""),
-        tuple(worker.log.timed_lines()),
-    )
+    state = "busy" if report.calls and worker.state == "idle" else worker.state
+    report = report if runs else report._replace(where="")
+    log = tuple(worker.log.timed_lines())
+    return WorkerStatus(worker.name, worker.rank, pid, device, state, runs, report, log)

@@ -54,25 +54,19 @@ def count(census: Census, named: list[NamedValue]) -> tuple[list[Variable], dict
         left -= walk.go(min(_OBJECTS_A_TURN, left))
         if not walk.done:
             turn.append(walk)
-    found = [
-        Variable(
-            each.names,
-            each.kind,
-            describe_value(each.value),
-            _number_of_entries(each.value),
-            walk.nbytes,
-            walk.gpu,
-            walk.is_partial or not walk.done,
-        )
-        for each, walk in walks
-        if walk.nbytes or walk.gpu or not walk.done
-    ]
+    found = [_row(each, walk) for each, walk in walks if walk.nbytes or walk.gpu or not walk.done]
     leading: dict[int, list[NamedValue]] = {}
     for each, walk in walks:
         for number in walk.met:
             leading.setdefault(number, []).append(each)
     found.sort(key=lambda row: -row.nbytes - row.gpu)
     return _at_most(found), leading
+
+
+def _row(named: NamedValue, walk: CensusWalk) -> Variable:
+    state, entries = describe_value(named.value), _number_of_entries(named.value)
+    is_partial = walk.is_partial or not walk.done
+    return Variable(named.names, named.kind, state, entries, walk.nbytes, walk.gpu, is_partial)
 
 
 def _at_most(rows: list[Variable]) -> list[Variable]:
