@@ -15,18 +15,16 @@ import threading
 import traceback
 from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ipykernel.compiler import get_file_name
 from IPython import core
+from IPython.core.interactiveshell import InteractiveShell
 
 from nbdist.cluster.jupyter.versions import name_files, show_notes, store_source
 from nbdist.code_lines import CodeLine
 from nbdist.code_places import CELLS, NBDIST, is_nbdists, is_of_cell, is_pythons, shown_name
 from nbdist.errors import NbdistError, UsageError
-
-if TYPE_CHECKING:
-    from IPython.core.interactiveshell import InteractiveShell
 
 # A frame in a text of Python's faulthandler: file, line and function.
 _FAULT_FRAME = re.compile(r'File "([^"]+)", line (\d+) in (\S+)')

@@ -304,7 +304,6 @@ class _ApartStream(_Apart):
 
     def flush(self) -> None:
         """Send the buffered text, the calling thread's own text included."""
-        scope = _scope.get()
-        if scope is not None:
+        if (scope := _scope.get()) is not None:
             scope.flush()
         super().flush()  # type: ignore[misc]

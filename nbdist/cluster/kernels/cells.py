@@ -281,8 +281,7 @@ class Cell:
                     left = None if deadline is None else max(0.0, deadline - time.monotonic())
                     event = self._events.get(timeout=left)
                 except queue.Empty:
-                    late = self.running
-                    if late:  # else the cell has ended just now
+                    if late := self.running:  # else the cell has ended just now
                         self._time_out(timeout or 0.0, late)
                 else:
                     if event is not None:
@@ -295,8 +294,7 @@ class Cell:
             self._waiting.discard(token)
         self._events.put(None)  # wakes the next thread that waits
         self._hand_on_payload()
-        error = self.error()
-        if error is not None:
+        if (error := self.error()) is not None:
             self._error_shown = True
             raise error
 
@@ -319,8 +317,7 @@ class Cell:
             yield from ended
         finally:
             self._waiting.discard(token)
-        error = self.error()
-        if error is not None:
+        if (error := self.error()) is not None:
             self._error_shown = True
             raise error
 
@@ -542,10 +539,8 @@ class Cell:
             except Exception:  # such as an event loop that has closed; the other callbacks must still run
                 _log.exception("a callback for the end of a cell failed")
         # A background cell, whose error nobody has seen or will see.
-        if not self._foreground and not self._error_shown and not is_awaited:
-            error = self.error()
-            if error is not None:
-                self.sink.publish(Published("error", error_content(error)))
+        if not (self._foreground or self._error_shown or is_awaited) and (error := self.error()) is not None:
+            self.sink.publish(Published("error", error_content(error)))
 
     def _show_or_hold(self, part: CellPart, message: Published) -> None:
         """Show a message of a worker now, or keep it in `CellPart.held`."""

@@ -26,8 +26,7 @@ from nbdist.errors import GroupError, NbdistError, WorkerLost
 def raise_translated(collectives: Collectives, error: RuntimeError | ValueError) -> None:
     """Raise the error that says why a collective failed, if nbdist knows; else return."""
     gpu.explain(error)
-    said = collectives.translate(error)
-    if said is not None:
+    if (said := collectives.translate(error)) is not None:
         raise said from (None if isinstance(said, GroupError) else error)
 
 

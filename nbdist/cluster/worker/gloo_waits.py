@@ -93,13 +93,8 @@ class _Functions:
         self._buffers = _address(torchs, "_ZTVN4gloo9transport3tcp13UnboundBufferE") + _FUNCTIONS_AT
         self._contexts = _address(torchs, "_ZTVN4gloo9transport3tcp7ContextE") + _FUNCTIONS_AT
         self._connected = _function(torchs, "_ZNK4gloo9transport3tcp7Context21getConnectedPeerRanksEv", _Ranks, pointer)
-        self._signal = _function(
-            torchs,
-            "_ZN4gloo9transport3tcp13UnboundBuffer15signalExceptionENSt15__exception_ptr13exception_ptrE",
-            None,
-            pointer,
-            pointer,
-        )
+        signal = "_ZN4gloo9transport3tcp13UnboundBuffer15signalExceptionENSt15__exception_ptr13exception_ptrE"
+        self._signal = _function(torchs, signal, None, pointer, pointer)
         self._delete = _function(cpp, "_ZdlPv", None, pointer)
         self._allocate = _function(cpp, "__cxa_allocate_exception", pointer, ctypes.c_size_t)
         self._initialise = _function(cpp, "__cxa_init_primary_exception", pointer, pointer, pointer, pointer)

@@ -24,19 +24,17 @@ import random
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import msgspec
 from IPython import get_ipython
+from IPython.core.interactiveshell import InteractiveShell
 
 from nbdist.cluster.processes.last_words import guard_streams, hand_over
 from nbdist.cluster.processes.setup import WHERE_SIGNAL, WorkerSetup, where_file
 from nbdist.cluster.worker import nccl
 from nbdist.cluster.worker.collectives import Collectives
 from nbdist.errors import UsageError
-
-if TYPE_CHECKING:
-    from IPython.core.interactiveshell import InteractiveShell
 
 # Seconds within which a worker has to join the RPC world; also the time limit of its calls, unless options set one.
 _JOINS_WITHIN = 60.0

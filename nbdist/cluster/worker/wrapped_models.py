@@ -42,9 +42,8 @@ def _models(frames: Iterable[FrameType]) -> Iterator[Any]:
 
 def _gradients(model: Any, entry: Mapping[str, Any]) -> str:
     """Return the parameters whose gradients an ``all_reduce`` of DDP averages; "" if that is not certain."""
-    if entry["process_group"][0] != model.process_group.group_name or not entry["profiling_name"].endswith(
-        "all_reduce"
-    ):
+    is_of_model = entry["process_group"][0] == model.process_group.group_name
+    if not (is_of_model and entry["profiling_name"].endswith("all_reduce")):
         return ""
     size = sum(math.prod(each) for each in entry["input_sizes"])
     fitting = [held for held in _buckets(model) if sum(each.numel() for _, each in held) == size]
