@@ -44,14 +44,17 @@ class Relay:
     """
 
     def __init__(
-        self, sockets: Mapping[str, Any], context: Any, key: bytes, carry: Callable[[list[Parcel]], object]
+        self, connection: Mapping[str, Any], carry: Callable[[list[Parcel]], object], of_output: int, of_others: int
     ) -> None:
-        self._sockets = dict(sockets)
-        self._context = context
+        """Open sockets of the kind ``of_output`` for the channel iopub, ``of_others`` for the other channels."""
+        self._context: Any = zmq.Context()
+        self._context.rcvhwm = self._context.sndhwm = 0  # no message is dropped
+        kinds = {channel: of_output if channel == "iopub" else of_others for channel in _CHANNELS}
+        self._sockets = {channel: _socket(self._context, connection, channel, kind) for channel, kind in kinds.items()}
         self._carry = carry
         self._client = _CLIENT  # the identity of the client on this side, for ROUTER sockets
         self._to_send: deque[Parcel] = deque()  # delivered here, and not sent to a socket yet
-        self._read = WaitingOutput(key)
+        self._read = WaitingOutput(connection["key"].encode())
         self._carrying = False  # True while a batch is on its way
         # Guards `_read`, `_carrying` and `_closed`; notified when one of them changes.
         self._changed = threading.Condition()
@@ -67,26 +70,12 @@ class Relay:
     @classmethod
     def before_notebook(cls, connection: Mapping[str, Any], carry: Callable[[list[Parcel]], object]) -> Relay:
         """Return a relay that answers the notebook in the place of the kernel, at a connection's ``ipc`` sockets."""
-        context = _context()
-        sockets = {}
-        for channel in _CHANNELS:
-            sockets[channel] = _socket(context, zmq.PUB if channel == "iopub" else zmq.ROUTER)
-            sockets[channel].bind(_address(connection, channel))
-        return cls(sockets, context, connection["key"].encode(), carry)
+        return cls(connection, carry, zmq.PUB, zmq.ROUTER)
 
     @classmethod
     def before_kernel(cls, connection: Mapping[str, Any], carry: Callable[[list[Parcel]], object]) -> Relay:
         """Return a relay that is the client of a kernel of this host."""
-        context = _context()
-        sockets = {}
-        for channel in _CHANNELS:
-            sock = sockets[channel] = _socket(context, zmq.SUB if channel == "iopub" else zmq.DEALER)
-            if channel == "iopub":
-                sock.subscribe(b"")
-            else:
-                sock.identity = _CLIENT
-            sock.connect(_address(connection, channel))
-        return cls(sockets, context, connection["key"].encode(), carry)
+        return cls(connection, carry, zmq.SUB, zmq.DEALER)
 
     def deliver(self, batch: Sequence[Parcel]) -> None:
         """Accept a batch from the other end, and queue it for the sockets. Does not wait. Any thread may call this."""
@@ -204,19 +193,18 @@ class Relay:
             return batch
 
 
-def _address(connection: Mapping[str, Any], channel: str) -> str:
-    return f"ipc://{connection['ip']}-{connection[f'{channel}_port']}"
-
-
-def _context() -> Any:
-    context: Any = zmq.Context()
-    context.rcvhwm = context.sndhwm = 0  # no message is dropped
-    return context
-
-
-def _socket(context: Any, kind: int) -> Any:
+def _socket(context: Any, connection: Mapping[str, Any], channel: str, kind: int) -> Any:
+    """Return a socket for a channel of this connection: bound as the kernel's, or connected as a client's."""
     sock = context.socket(kind)
     sock.linger = 0  # forgets unsent messages as it closes
-    if kind in (zmq.DEALER, zmq.SUB):
-        sock.reconnect_ivl = 10  # a starting kernel has yet to make its sockets
+    address = f"ipc://{connection['ip']}-{connection[f'{channel}_port']}"
+    if kind in (zmq.PUB, zmq.ROUTER):
+        sock.bind(address)
+        return sock
+    if kind == zmq.SUB:
+        sock.subscribe(b"")
+    else:
+        sock.identity = _CLIENT
+    sock.reconnect_ivl = 10  # a starting kernel has yet to make its sockets
+    sock.connect(address)
     return sock
