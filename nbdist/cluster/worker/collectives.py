@@ -31,7 +31,7 @@ import os
 import re
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from traceback import walk_tb
@@ -244,8 +244,7 @@ class Collectives:
         if found is None:
             return None
         count, has_unfinished = flight_recorder.progress()
-        instruction = *found.instruction, count
-        return found._replace(instruction=instruction, memory=resident(), in_collective=has_unfinished)
+        return found._replace(instruction=(*found.instruction, count), memory=resident(), in_collective=has_unfinished)
 
     def histories(self) -> list[GroupHistory]:
         """Return what this worker has called in each of its process groups, since the default group has formed."""
@@ -433,9 +432,7 @@ class Collectives:
             return None
         if _GROUP_DESTROYED in text or _is_of_old_group(error):
             return GroupError(_OLD)
-        deadline = time.monotonic() + _DEATH_KNOWN_WITHIN
-        while not (self._lost or self._broken) and time.monotonic() < deadline:
-            time.sleep(_POLL)
+        _wait_until(lambda: self._lost or self._broken, _DEATH_KNOWN_WITHIN)
         if not (self._lost or self._broken) and self._spans_hosts:
             self._wait_for_loss_elsewhere(self._agent)
         if not self._lost:
@@ -467,12 +464,12 @@ class Collectives:
             silent &= {each.name for each in agent.membership.others()}
         # A lost worker leaves `membership` first; `_lose`, in another thread, adds it to `_lost` a moment later. Wait
         # for that, so that the error names the worker.
-        deadline = time.monotonic() + _DEATH_KNOWN_WITHIN
-        group = self._group_members(agent)
-        while sum(agent.member(each) is not None for each in group) < dist.get_world_size() and not self._lost:
-            if time.monotonic() > deadline:
-                return
-            time.sleep(_POLL)
+        group, size = self._group_members(agent), dist.get_world_size()
+
+        def is_clear() -> bool:
+            return bool(self._lost) or sum(agent.member(each) is not None for each in group) >= size
+
+        _wait_until(is_clear, _DEATH_KNOWN_WITHIN)
 
     def _group_members(self, agent: Agent) -> list[int]:
         """Return the incarnations of the living members of the present group, this worker's included."""
@@ -531,6 +528,13 @@ class Collectives:
     def _is_forming(self, ident: int) -> bool:
         frames = outwards(thread_frames().get(ident))
         return any(frame.f_code is Collectives.initialise.__code__ for frame in frames)
+
+
+def _wait_until(condition: Callable[[], object], within: float) -> None:
+    """Wait until ``condition()`` is true, for ``within`` seconds at most."""
+    deadline = time.monotonic() + within
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(_POLL)
 
 
 def destroy(group: Any = None) -> None:
