@@ -47,23 +47,19 @@ def make_report() -> StatusReport:
 
     A worker without an agent, which is still starting, reports no calls.
     """
+    process = StatusReport(0, memory=own_bytes(), cpu_seconds=time.process_time())
     agent = active_agent()
     if agent is None:
-        return StatusReport(0, memory=own_bytes(), cpu_seconds=time.process_time())
-    others = agent.exchange.active - 1
-    waits = Counter(call.worker for call in users_calls(agent))
-    doing = agent.executor.doing(but=1)  # the newest asks for this report
-    return StatusReport(
-        others,
-        doing,
-        _users_line(),
-        dict(waits),
-        agent.sent(),
-        gpu_memory(),
-        gpu_busy(),
-        own_bytes(),
-        time.process_time(),
-        bool(progress()[1]),
+        return process
+    return process._replace(
+        calls=agent.exchange.active - 1,
+        doing=agent.executor.doing(but=1),  # the newest asks for this report
+        where=_users_line(),
+        waits=dict(Counter(call.worker for call in users_calls(agent))),
+        sent=agent.sent(),
+        gpu_memory=gpu_memory(),
+        gpu_busy=gpu_busy(),
+        in_collective=bool(progress()[1]),
     )
 
 
