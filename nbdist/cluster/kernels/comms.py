@@ -129,9 +129,8 @@ class Comms:
 
     def close(self) -> None:
         """Remove the workers' comms from the notebook's comm manager. The front end is not told."""
-        manager = _manager()
-        for id in list(self._open):
-            if manager is not None:
+        if (manager := _manager()) is not None:
+            for id in list(self._open):
                 manager.comms.pop(id, None)
         self._open.clear()
 

@@ -113,8 +113,4 @@ class Router:
         for _ in workers:
             fence.acquire(timeout=max(0.0, deadline - time.monotonic()))
         del self._fences[token]
-
-        async def finish() -> None:
-            origin.finish()
-
-        self._thread.run(finish()).result()
+        self._thread.run(origin.finish()).result()

@@ -10,11 +10,11 @@ When one worker clears its output, or its progress bar moves, the output of the 
 
 from __future__ import annotations
 
-import uuid
 from collections import Counter, deque
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
 
+from nbdist.cluster.jupyter.jupyter_wire import new_id
 from nbdist.cluster.output import arranger
 from nbdist.cluster.output.arranger import OUTPUT, Arranger, Published, label_of
 from nbdist.cluster.output.line_cutting import Lines
@@ -39,9 +39,7 @@ class Live(Arranger):
     makes the ids of displays.
     """
 
-    def __init__(
-        self, workers: Sequence[str], plain: Container[str] = (), new_id: Callable[[], str] = lambda: uuid.uuid4().hex
-    ) -> None:
+    def __init__(self, workers: Sequence[str], plain: Container[str] = (), new_id: Callable[[], str] = new_id) -> None:
         self._plain = plain
         self._workers = {name: _Worker(Lines(name, plain)) for name in workers}
         self._new_id = new_id

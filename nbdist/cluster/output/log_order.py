@@ -9,7 +9,7 @@ import itertools
 from collections.abc import Sequence
 
 from nbdist.cluster.output import arranger
-from nbdist.cluster.output.arranger import OUTPUT, Arranger, Published
+from nbdist.cluster.output.arranger import OUTPUT, Arranger, Published, grouped
 from nbdist.cluster.output.line_cutting import Lines
 from nbdist.cluster.output.pieces import OutputItem, display_id, merged, updated, with_own_id
 
@@ -82,14 +82,11 @@ class LogOrder(Arranger):
 
     def finish(self, now: float) -> list[Published]:
         """Return all output by worker; workers with the same output share one copy of it."""
-        groups: dict[tuple[str, ...], tuple[list[str], list[OutputItem]]] = {}
-        for worker, held in self._held.items():
-            items = _in_fixed_order(worker, held.messages)
-            alike = tuple(item.key or f"of {worker} alone" for item in items)
-            groups.setdefault(alike, ([], items))[0].append(worker)
+        items = {worker: _in_fixed_order(worker, held.messages) for worker, held in self._held.items()}
+        alike = grouped(items, lambda worker: tuple(item.key or f"of {worker} alone" for item in items[worker]))
         published: list[Published] = []
-        for workers, items in groups.values():
-            for item in items:
+        for workers in alike.values():
+            for item in items[workers[0]]:
                 item.workers = workers
                 published += item.render()
         self._held = {worker: _Held() for worker in self._held}

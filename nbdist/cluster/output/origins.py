@@ -30,14 +30,12 @@ class Origin:
     def on_output(self, worker: str, message: Message) -> None:
         """Show output that a worker sent for a call of this cell, perhaps after its end. In the kernel thread."""
         kind = message["msg_type"]
-        if kind in ("status", "execute_input", "iopub_welcome"):
-            return
-        self._outlet.feed(
-            worker, Published(kind, message["content"], message.get("metadata") or {}, message.get("buffers") or ())
-        )
+        if kind not in ("status", "execute_input", "iopub_welcome"):
+            metadata, buffers = message.get("metadata") or {}, message.get("buffers") or ()
+            self._outlet.feed(worker, Published(kind, message["content"], metadata, buffers))
 
-    def finish(self) -> None:
-        """Show the output that is held back. Called by `settle`, once the calls' output has arrived or is late."""
+    async def finish(self) -> None:
+        """Show the output that is held back. `settle` runs this, once the calls' output has arrived or is late."""
         self._outlet.finish()
 
 
