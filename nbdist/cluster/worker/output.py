@@ -89,8 +89,8 @@ class WorkerOutput:
         # True while the shell runs a silent request; `_told_of_cell` then still tells of the cell before.
         self._is_silent = False
         self._numbered = ""  # the id of the request whose number the shell has
-        self._shell.push(dict(given), interactive=False)  # so that `%who` does not list them
-        self._shell.push(dict.fromkeys(("exit", "quit"), _exit), interactive=False)
+        # Not interactive, so that `%who` does not list them.
+        self._shell.push({**given, "exit": _exit, "quit": _exit}, interactive=False)
         shell.input_transformers_cleanup.append(self._number_cell)  # runs before the shell reads its own count
         shell.events.register("post_run_cell", self._after_cell)
         keep_output_apart(shell)
