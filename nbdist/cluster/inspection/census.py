@@ -230,7 +230,6 @@ class CensusWalk:
         if census.watched:
             self._note_watched(key)
         if key in census.seen:
-            # The value leads to the tensor's buffer, too.
             if census.watched and issubclass(cls, torch.Tensor) and (found := storage_of(value)) is not None:
                 self._note_watched(found[0])
             return

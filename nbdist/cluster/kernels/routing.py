@@ -45,9 +45,7 @@ class Router:
         self.comms = Comms(thread)
         self._thread = thread
         self._cells: OrderedDict[str, Cell] = OrderedDict()
-        # By the token of each `settle` that waits. Released once for each worker: its message has arrived, or it could
-        # not be asked.
-        self._fences: dict[str, threading.Semaphore] = {}
+        self._fences: dict[str, threading.Semaphore] = {}  # by token; each worker that has passed one releases it once
 
     def expect(self, id: str, cell: Cell) -> None:
         """Register a cell for the messages that belong to the request ``id``. Called before the request is sent."""
