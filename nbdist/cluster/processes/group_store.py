@@ -239,13 +239,7 @@ class GroupStore(dist.Store):  # type: ignore[misc]  # dist is Any
 
     # -- questions of torch about the store itself --------------------------------------------
 
-    def deleteKey(self, key: str) -> bool:
-        """Remove a key, as `delete_key` does."""
-        return bool(self.delete_key(key))
-
-    def getNumKeys(self) -> int:
-        """Return how many keys have a value, as `num_keys` does."""
-        return int(self.num_keys())
+    deleteKey, getNumKeys = delete_key, num_keys  # torch's C++ calls them by these names
 
     def has_extended_api(self) -> bool:
         """Return True: this store has `append`, `multi_get` and `multi_set`."""
@@ -302,15 +296,12 @@ class GroupStores(Protocol):
 
     def make(self, generation: int) -> None:
         """Make the store of a new generation."""
-        ...
 
     def end(self, generation: int, why: str) -> None:
         """Make every present and future wait in a store raise RendezvousError with the text ``why``."""
-        ...
 
     def remove(self, generation: int) -> None:
         """Remove a store. Does nothing if there is none of that generation."""
-        ...
 
 
 class Folders:

@@ -48,29 +48,24 @@ class Launcher(Protocol):
         A caller gives a start up by cancelling its future. Then the launcher kills the process, whether it exists
         already or only later, and calls ``on_end`` with `GIVEN_UP` once there is no process.
         """
-        ...
 
     @property
     def folder(self) -> Path:
         """The run directory of the cluster on this host, which only this user can enter; `close` removes it."""
-        ...
 
     @property
     def rpc(self) -> Mapping[str, Any]:
         """The options with which this process's agent joins the RPC world of the workers."""
-        ...
 
     @property
     def group_stores(self) -> GroupStores:
         """The stores at which the workers form their process groups."""
-        ...
 
     def preload(self, modules: Sequence[str]) -> Future[None]:
         """Import modules ahead of all workers, if that saves them time or memory. Called at most once, before `start`.
 
         Returns at once. The future is done when the modules are imported; it fails with UsageError if an import fails.
         """
-        ...
 
     def start(self, setup: WorkerSetup, environment: Mapping[str, str]) -> Future[StartedWorker]:
         """Start a worker that calls `nbdist.cluster.worker.kernel.main` with this setup.
@@ -82,30 +77,24 @@ class Launcher(Protocol):
         The kernel answers at the sockets that the setup's connection file names, in this host's `folder`. If the worker
         runs on another host, the launcher relays the messages at these sockets.
         """
-        ...
 
     def signal(self, name: str, number: int) -> None:
         """Send a signal to a worker; do nothing if it has ended."""
-        ...
 
     def probe(self, name: str) -> Future[Probe]:
         """Ask the worker's host about the worker's process; return the future of the answer.
 
         The worker itself need not answer. The future is done within a second where the host can be reached.
         """
-        ...
 
     def advice(self) -> str:
         """Return a text that tells a person how to start the missing workers; empty if there is nothing to do."""
-        ...
 
     def last_words(self, name: str) -> str:
         """Return the last text that a dead worker wrote to standard error outside of cells; empty if there is none."""
-        ...
 
     def close(self) -> int:
         """Kill all workers and the processes that they started, wait for their end, and remove the run directory.
 
         Returns how many workers may still live: 0, unless a system refuses to end one, or a host cannot be reached.
         """
-        ...
