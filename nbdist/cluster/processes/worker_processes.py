@@ -29,22 +29,10 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
+from typing import Any
 
 from nbdist.cluster.processes import zygote
 from nbdist.cluster.processes.run_directory import remove_folder
-from nbdist.cluster.processes.zygote import (
-    Hurry,
-    MessageSocket,
-    Preload,
-    Preloaded,
-    ProcessEnded,
-    ProcessFailed,
-    Setup,
-    Signal,
-    Start,
-    Started,
-    ZygoteReady,
-)
 from nbdist.errors import UsageError, WorkerLost
 
 _log = logging.getLogger("nbdist.cluster")
@@ -62,7 +50,8 @@ class Processes:
 
     Args:
         folder: The run directory, which must exist and contain nothing else: it is removed at the end.
-        on_end: See above. It may be replaced as long as no worker has been started.
+        on_end: See above; by default, a function that does nothing. It may be replaced as long as no worker has been
+            started.
         preload: Modules that the zygote imports at once. One that cannot be imported costs only a warning.
         idle: Modules that it imports afterwards, one after the other, until the first request.
         fork: Whether to fork workers where that is safe.
@@ -74,7 +63,7 @@ class Processes:
     def __init__(
         self,
         folder: Path,
-        on_end: Callable[[str, int], None],
+        on_end: Callable[[str, int], None] = lambda name, code: None,
         *,
         preload: Sequence[str] = (),
         idle: Sequence[str] = (),
@@ -92,11 +81,11 @@ class Processes:
         self._outbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._starting: dict[str, Future[int]] = {}  # those that the zygote has not answered
         self._living: dict[str, int] = {}
-        self._ready: Future[ZygoteReady] = Future()
+        self._ready: Future[zygote.ZygoteReady] = Future()
         self._preloading: Future[None] = Future()
         self._closing = False  # True once no worker can start: `close` was called, or the zygote has ended
         ours, theirs = socket.socketpair()
-        setup = Setup(theirs.fileno(), str(folder), os.getpid(), list(preload), fork, list(idle))
+        setup = zygote.Setup(theirs.fileno(), str(folder), os.getpid(), list(preload), fork, list(idle))
         with contextlib.ExitStack() as undo, theirs, (folder / "zygote.log").open("wb") as log:
             undo.callback(ours.close)
             self._process: subprocess.Popen[bytes] | _Forked
@@ -114,13 +103,13 @@ class Processes:
                     env=None if environment is None else dict(environment),
                 )
             undo.pop_all()
-        self.line = MessageSocket(ours)
+        self.line = zygote.MessageSocket(ours)
         """The line to the zygote. Only the thread `_send_all` sends on it."""
         self._thread = threading.Thread(target=self._read, name="nbdist-processes", daemon=True)
         self._thread.start()
         threading.Thread(target=self._send_all, name="nbdist-to-zygote", daemon=True).start()
 
-    def ready(self, timeout: float | None = None) -> ZygoteReady:
+    def ready(self, timeout: float | None = None) -> zygote.ZygoteReady:
         """Wait until the zygote has done its imports; return whether it forks workers, and which imports failed.
 
         Raises WorkerLost if the zygote has ended, TimeoutError after ``timeout`` seconds; None waits without limit.
@@ -129,7 +118,7 @@ class Processes:
 
     def hurry(self) -> None:
         """Let the zygote import no more of ``idle``; it ends an import that has begun. Does nothing if it is dead."""
-        self._send(Hurry())
+        self._send(zygote.Hurry())
 
     def preload(self, modules: Sequence[str], environment: Mapping[str, str] | None = None) -> Future[None]:
         """Let the zygote import more modules. Call this at most once, before any worker is started.
@@ -138,7 +127,7 @@ class Processes:
         ``environment`` has the environment variables for the imports. Raises UsageError if this process's working
         directory has been deleted.
         """
-        self._send(Preload(list(modules), _environment(environment), _directory(), _import_path()))
+        self._send(zygote.Preload(list(modules), _environment(environment), _directory(), _import_path()))
         return self._preloading
 
     def start(
@@ -149,7 +138,7 @@ class Processes:
         The future fails with WorkerLost if the process cannot be made. Raises WorkerLost if the zygote has ended,
         UsageError if a worker of that name lives, or if this process's working directory has been deleted.
         """
-        start = Start(
+        start = zygote.Start(
             name, entry, list(arguments), _environment(environment), _directory(), str(self.log(name)), _import_path()
         )
         with self._lock:
@@ -170,7 +159,7 @@ class Processes:
 
     def signal(self, name: str, number: int) -> None:
         """Send a signal to a worker; do nothing if it has ended."""
-        self._send(Signal(name, number))
+        self._send(zygote.Signal(name, number))
 
     @property
     def living(self) -> dict[str, int]:
@@ -211,7 +200,7 @@ class Processes:
 
     # -- messages to and from the zygote ---------------------------------------------------------------
 
-    def _send(self, message: Hurry | Preload | Start | Signal) -> None:
+    def _send(self, message: zygote.Request) -> None:
         self._outbox.put(zygote.encode_message(message))
 
     def _send_all(self) -> None:
@@ -221,28 +210,26 @@ class Processes:
     def _read(self) -> None:
         while (lines := self.line.receive()) is not None:
             for line in lines:
-                self._handle_event(
-                    zygote.decode_message(line, ZygoteReady | Preloaded | Started | ProcessFailed | ProcessEnded)
-                )
+                self._handle_event(zygote.decode_message(line, zygote.Event))
         self._zygote_ended()
 
-    def _handle_event(self, event: ZygoteReady | Preloaded | Started | ProcessFailed | ProcessEnded) -> None:
-        if isinstance(event, ZygoteReady):
+    def _handle_event(self, event: zygote.Event) -> None:
+        if isinstance(event, zygote.ZygoteReady):
             for complaint in event.complaints:
                 _log.warning(
                     "a module could not be imported for all workers before they start; each worker will try again: %s",
                     complaint,
                 )
             self._ready.set_result(event)
-        elif isinstance(event, Preloaded):
+        elif isinstance(event, zygote.Preloaded):
             self._imported(event)
-        elif isinstance(event, Started):
+        elif isinstance(event, zygote.Started):
             with self._lock:
                 self._living[event.name] = event.pid
                 future = self._starting.pop(event.name)
             if future.set_running_or_notify_cancel():
                 future.set_result(event.pid)
-        elif isinstance(event, ProcessFailed):
+        elif isinstance(event, zygote.ProcessFailed):
             with self._lock:
                 future = self._starting.pop(event.name)
             if future.set_running_or_notify_cancel():
@@ -252,7 +239,7 @@ class Processes:
                 self._living.pop(event.name, None)
             self.on_end(event.name, event.code)
 
-    def _imported(self, event: Preloaded) -> None:
+    def _imported(self, event: zygote.Preloaded) -> None:
         if not event.forks:
             why = (
                 "one of them has begun a thread, or uses a GPU" if self.ready().forks else "workers are not forked here"
@@ -279,11 +266,8 @@ class Processes:
             "the process that starts workers has ended, so no worker can live; shut this cluster down and start another"
             f"{': ' + said[-2000:] if said else ''}"
         )
-        if not self._ready.done():
-            self._ready.set_exception(error)
-        if not self._preloading.done() and self._preloading.set_running_or_notify_cancel():
-            self._preloading.set_exception(error)
-        for future in starting.values():
+        imports: tuple[Future[Any], ...] = self._ready, self._preloading
+        for future in (*(each for each in imports if not each.done()), *starting.values()):
             if future.set_running_or_notify_cancel():  # False if the caller has cancelled it
                 future.set_exception(error)
         for name in living:

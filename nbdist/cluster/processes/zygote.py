@@ -150,6 +150,10 @@ class ProcessEnded(msgspec.Struct, tag="ended"):
     code: int
 
 
+Request = Hurry | Preload | Start | Signal  # what the owner sends
+Event = ZygoteReady | Preloaded | Started | ProcessFailed | ProcessEnded  # what the zygote sends
+
+
 def encode_message(message: Any) -> bytes:
     """Return a message, or a tuple with one, as JSON in ASCII, without line breaks."""
     # Not by msgspec's JSON, which cannot have surrogates: Python has them for bytes that are not UTF-8, in environment
@@ -388,7 +392,7 @@ class _Zygote:
                     return None
                 idle.clear()  # imports would keep the processor from those who wait for workers
                 for line in lines:
-                    request: Hurry | Preload | Start | Signal = decode_message(line, Hurry | Preload | Start | Signal)
+                    request: Request = decode_message(line, Request)
                     if isinstance(request, Signal):
                         self._signal(request)
                     elif isinstance(request, Preload):

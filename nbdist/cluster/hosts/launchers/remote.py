@@ -112,7 +112,7 @@ class RemoteLauncher:
             undo.callback(remove_folder, self._folder)
             # This zygote (a process that starts workers) starts none. It removes the run directory if this process
             # is killed.
-            self._warden = Processes(self._folder, lambda name, code: None, fork=False)
+            self._warden = Processes(self._folder, fork=False)
             undo.callback(self._warden.close)
             self.hub = Hub(
                 host,

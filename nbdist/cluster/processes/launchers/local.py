@@ -103,13 +103,7 @@ def _start_zygote(*, by_fork: bool = False, idle: Sequence[str] = ()) -> Process
     environment = {**_ENVIRONMENT, **_home(folder), **os.environ, **_ZYGOTE_ENVIRONMENT}
     try:
         return Processes(
-            folder,
-            _do_nothing,
-            preload=_PRELOAD,
-            idle=idle,
-            fork=_may_fork(),
-            environment=environment,
-            fork_zygote=by_fork,
+            folder, preload=_PRELOAD, idle=idle, fork=_may_fork(), environment=environment, fork_zygote=by_fork
         )
     except BaseException:
         remove_folder(folder)  # no zygote lives that could do it
@@ -135,10 +129,6 @@ def _surroundings() -> dict[str, str]:
 
 def _may_fork() -> bool:
     return os.environ.get("NBDIST_FORK", "1") != "0"
-
-
-def _do_nothing(name: str, code: int) -> None:
-    """Do nothing: the ``on_end`` of a zygote that no cluster has taken, and which has no workers."""
 
 
 class LocalLauncher:
