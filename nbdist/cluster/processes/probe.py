@@ -93,8 +93,7 @@ class _UnixConnection(http.client.HTTPConnection):
 
 def _read_record(path: str) -> tuple[bytes, int]:
     """Return what a worker tells at the socket at ``path``, and the socket's time; OSError if it tells nothing."""
-    connection = _UnixConnection(path)
-    with contextlib.closing(connection):
+    with contextlib.closing(_UnixConnection(path)) as connection:
         connection.request("POST", _RECORD)
         return connection.getresponse().read(), os.stat(path).st_mtime_ns
 
@@ -105,19 +104,19 @@ def _read_from(path: str, start: int) -> str:
         return file.read()
 
 
-def _cpu_seconds(pid: int | None) -> float | None:
-    if pid is None:
-        return None
-    try:
+def _stat(pid: int | None) -> list[str]:
+    """Return the fields of ``/proc/PID/stat`` from the state on; none if the system does not tell."""
+    with contextlib.suppress(OSError):
         # after the last ")": the name of the program, in brackets, may have any characters
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return None
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")  # utime and stime
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return []
+
+
+def _cpu_seconds(pid: int | None) -> float | None:
+    fields = _stat(pid)
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK") if fields else None  # utime and stime
 
 
 def is_stopped(pid: int | None) -> bool:
     """Return whether a signal such as SIGSTOP has stopped a process of this host."""
-    with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
-    return False
+    return _stat(pid)[:1] == ["T"]

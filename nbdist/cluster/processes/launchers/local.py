@@ -67,17 +67,15 @@ class _SpareZygote:
 
     def discard(self) -> None:
         """End the zygote of `prepare`, if no cluster has taken it."""
-        spare = self._take()
-        if spare is not None:
+        if (spare := self._take()) is not None:
             spare.close()
 
     def take_or_start(self) -> Processes:
         """Return the zygote of `prepare`, if it can still be used, and forget it; else start a new one."""
-        spare = self._take()
-        if spare is not None and spare.usable:
-            spare.hurry()
-            return spare
-        if spare is not None:
+        if (spare := self._take()) is not None:
+            if spare.usable:
+                spare.hurry()
+                return spare
             spare.close()
         return _start_zygote()
 
@@ -138,11 +136,11 @@ class LocalLauncher:
     """
 
     def __init__(self, spec: Spec, on_end: OnEnd) -> None:
-        threads = str(max(1, machine.cores() // spec.count))
+        # Else each worker uses all cores.
+        threads = {"OMP_NUM_THREADS": str(max(1, machine.cores() // spec.count))}
         self.processes = _spare_zygote.take_or_start()
         """The zygote, and the workers that are forked from it."""
-        own = {"OMP_NUM_THREADS": threads}  # else each worker uses all cores
-        self._defaults = {**_ENVIRONMENT, **_home(self.processes.folder), **own}
+        self._defaults = {**_ENVIRONMENT, **_home(self.folder), **threads}
         self._on_end = on_end
         self._given_up: set[str] = set()  # the workers whose start was given up, and whose process is being killed
         self.processes.on_end = self._ended
@@ -171,8 +169,7 @@ class LocalLauncher:
 
     def preload(self, modules: Sequence[str]) -> Future[None]:
         """Import modules in the zygote, once for all workers, which share their memory."""
-        home = _home(self.processes.folder)
-        return self.processes.preload(modules, {**home, **_surroundings(), **_ZYGOTE_ENVIRONMENT})
+        return self.processes.preload(modules, {**_home(self.folder), **_surroundings(), **_ZYGOTE_ENVIRONMENT})
 
     def start(self, setup: WorkerSetup, environment: Mapping[str, str]) -> Future[StartedWorker]:
         """Start a worker with this process's environment variables, which ``environment`` overrides."""
