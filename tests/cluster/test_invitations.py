@@ -190,14 +190,14 @@ def test_the_doctor_says_that_the_torch_there_is_another(running, tmp_path, monk
     file = tmp_path / "another.json"
     cluster.invite(str(file))
     monkeypatch.setattr(torch, "__version__", "2.99.0")  # of the notebook, and of the doctor, which run here
-    real = hub.describe_the_notebook
+    real = admission.describe_the_notebook
 
     def older(newcomer, addresses):
         facts = real(newcomer, addresses)
         facts.torch = "2.98.0"
         return facts
 
-    monkeypatch.setattr(hub, "describe_the_notebook", older)
+    monkeypatch.setattr(admission, "describe_the_notebook", older)
     assert main(["doctor", "--connect", str(file)]) == 0
     assert "torch is 2.99.0 here. Install the same torch on all hosts" in capsys.readouterr().out
 

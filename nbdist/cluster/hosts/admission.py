@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import platform
 import sys
+from typing import TypeVar
 
 import msgspec
 import torch
@@ -19,6 +20,8 @@ NEWCOMER = b"n"  # the first byte of a newcomer's request, by which the entrance
 QUESTION = b"q"  # of a `Newcomer`'s request that only asks: it uses up nothing; the answer is `NotebookFacts`
 TRIAL = b"t"  # of a `Trial`; the answer is a `TrialAnswer`
 _OLDEST_TORCH = (2, 10)
+
+T = TypeVar("T")
 
 
 class Newcomer(msgspec.Struct, tag="newcomer"):
@@ -110,6 +113,15 @@ def describe_myself(token: str, workers: int) -> Newcomer:
 def decode_answer(answer: bytes) -> Admitted | Denied | NotebookFacts | TrialAnswer:
     """Return an answer of the entrance. Raises `msgspec.MsgspecError` if it is none."""
     return msgspec.msgpack.decode(answer, type=Admitted | Denied | NotebookFacts | TrialAnswer)
+
+
+def accepted(answer: bytes, kind: type[T]) -> T:
+    """Return an answer of the entrance that is of this kind. Raises the error of a `Denied`, and MsgspecError."""
+    decoded = decode_answer(answer)
+    if isinstance(decoded, Denied):
+        raise decoded.error()
+    assert isinstance(decoded, kind)  # the entrance answers each request with its own kind
+    return decoded
 
 
 def check_versions(newcomer: Newcomer) -> None:

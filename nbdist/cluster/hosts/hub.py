@@ -29,18 +29,7 @@ import msgspec
 
 from nbdist.channel.entrance import Entrance
 from nbdist.channel.secret import Secret
-from nbdist.cluster.hosts.admission import (
-    NEWCOMER,
-    QUESTION,
-    TRIAL,
-    Admitted,
-    Denied,
-    Newcomer,
-    Trial,
-    TrialAnswer,
-    check_versions,
-    describe_the_notebook,
-)
+from nbdist.cluster.hosts import admission
 from nbdist.cluster.hosts.invitations import Invitation, Invitations
 from nbdist.cluster.jupyter.waiting_output import Parcel
 from nbdist.errors import ProtocolError, SecurityError, VersionMismatch
@@ -193,29 +182,29 @@ class Hub:
         kind, content = request[:1], request[1:]
         if kind == STORE:
             return self._texts.answer(content)
-        if kind == TRIAL:
-            return self._answer_trial(msgspec.msgpack.decode(content, type=Trial))
-        if kind not in (NEWCOMER, QUESTION):
+        if kind == admission.TRIAL:
+            return self._answer_trial(msgspec.msgpack.decode(content, type=admission.Trial))
+        if kind not in (admission.NEWCOMER, admission.QUESTION):
             raise ProtocolError("a request at the entrance is none of nbdist's")
-        newcomer = msgspec.msgpack.decode(content, type=Newcomer)
+        newcomer = msgspec.msgpack.decode(content, type=admission.Newcomer)
         try:
             with self.lock:
                 self._forget_the_late()
                 workers = max(1, newcomer.workers)
                 # Check the token first, so that a stranger does not learn the versions.
                 self.invitations.check(newcomer.token, time.time(), workers)
-                if kind == QUESTION:
-                    return msgspec.msgpack.encode(describe_the_notebook(newcomer, self.agent.me.addresses))
-                check_versions(newcomer)
+                if kind == admission.QUESTION:
+                    return msgspec.msgpack.encode(admission.describe_the_notebook(newcomer, self.agent.me.addresses))
+                admission.check_versions(newcomer)
                 self.invitations.use(newcomer.token, time.time(), workers)
                 id = next(self._ids)
                 self._coming[id] = _Coming(newcomer.token, workers, time.monotonic() + _ARRIVES_WITHIN)
         except (SecurityError, VersionMismatch) as error:
             self._warn_of(newcomer, error)
-            return msgspec.msgpack.encode(Denied(str(error), isinstance(error, VersionMismatch)))
-        return msgspec.msgpack.encode(Admitted(id, self.secret, self.agent.me))
+            return msgspec.msgpack.encode(admission.Denied(str(error), isinstance(error, VersionMismatch)))
+        return msgspec.msgpack.encode(admission.Admitted(id, self.secret, self.agent.me))
 
-    def _warn_of(self, newcomer: Newcomer, error: Exception) -> None:
+    def _warn_of(self, newcomer: admission.Newcomer, error: Exception) -> None:
         now = time.monotonic()
         while self._warned and self._warned[0] < now - 60.0:
             # Not every refusal, since anybody may send requests.
@@ -224,7 +213,7 @@ class Hub:
             self._warned.append(now)
             _log.warning("a worker of %.80r was refused: %s", newcomer.host, error)
 
-    def _answer_trial(self, trial: Trial) -> bytes:
+    def _answer_trial(self, trial: admission.Trial) -> bytes:
         """Return the answer to a trial: bytes, and whether a port can be reached. Runs in the entrance's thread."""
         wanted = min(max(0, trial.wanted), _LARGEST_TRIAL)
         nbytes = len(trial.padding) + wanted + (_CONNECTING_COUNTS if trial.port else 0)
@@ -232,7 +221,7 @@ class Hub:
             with self.lock:
                 self.invitations.try_out(trial.token, time.time(), nbytes)
         except SecurityError as error:
-            return msgspec.msgpack.encode(Denied(str(error), False))
+            return msgspec.msgpack.encode(admission.Denied(str(error), False))
         unreached = ""
         if trial.port:
             try:
@@ -240,7 +229,7 @@ class Hub:
                 socket.create_connection((host, trial.port), _CONNECTS_WITHIN).close()
             except (OSError, OverflowError, ValueError) as error:
                 unreached = str(error) or type(error).__name__
-        return msgspec.msgpack.encode(TrialAnswer(time.time(), bytes(wanted), unreached))
+        return msgspec.msgpack.encode(admission.TrialAnswer(time.time(), bytes(wanted), unreached))
 
     def _forget_the_late(self) -> None:
         """Give back the uses of keepers that were admitted and did not join in time. The caller holds the lock."""

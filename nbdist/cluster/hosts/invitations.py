@@ -110,16 +110,14 @@ class Invitations:
 
     def use(self, token: str, now: float, workers: int = 1) -> None:
         """Take one use of a token for each of ``workers``. Raises SecurityError, with the reason, if `check` does."""
-        self.check(token, now, workers)
-        next(grant for grant in self._grants if grant.token == token).left -= workers
+        self.check(token, now, workers).left -= workers
 
     def try_out(self, token: str, now: float, nbytes: int) -> None:
         """Count bytes that a trial with a token moves, and take no use.
 
         Raises SecurityError, with the reason, if the token is not valid, or has moved too much within a minute.
         """
-        self.check(token, now, 1)
-        grant = next(grant for grant in self._grants if grant.token == token)
+        grant = self.check(token, now, 1)
         if not grant.tried_since <= now < grant.tried_since + _TRIED_SECONDS:
             grant.tried_since, grant.tried = now, 0
         if grant.tried + nbytes > _TRIED_BYTES:
@@ -135,8 +133,11 @@ class Invitations:
             if grant.token == token:
                 grant.left += workers
 
-    def check(self, token: str, now: float, workers: int) -> None:
-        """Raise SecurityError, with the reason, if ``workers`` workers may not join with a token now. Takes no use."""
+    def check(self, token: str, now: float, workers: int) -> _Grant:
+        """Return the grant of a token, without taking a use.
+
+        Raises SecurityError, with the reason, if ``workers`` workers may not join with the token now.
+        """
         # Anybody may send tokens, so a comparison must not take longer for a better guess.
         grants = [grant for grant in self._grants if hmac.compare_digest(grant.token.encode(), token.encode())]
         if not grants:
@@ -151,3 +152,4 @@ class Invitations:
         if grant.left < workers:
             left = f"has {counted(grant.left, 'use')} left" if grant.left else "has been used up"
             raise SecurityError(f"this invitation {left}, and {counted(workers, 'worker')} came: %dist_invite --uses N")
+        return grant

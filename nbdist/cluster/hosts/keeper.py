@@ -34,7 +34,7 @@ import torch
 from nbdist.channel.contract import ChannelError
 from nbdist.channel.entrance import knock
 from nbdist.cluster.hosts import code_copy
-from nbdist.cluster.hosts.admission import NEWCOMER, Admitted, Denied, decode_answer, describe_myself
+from nbdist.cluster.hosts.admission import NEWCOMER, Admitted, accepted, describe_myself
 from nbdist.cluster.hosts.interfaces import interface_of, own_address_towards
 from nbdist.cluster.hosts.invitations import Invitation
 from nbdist.cluster.jupyter.relay import Relay
@@ -111,34 +111,31 @@ class Keeper:
             )
         try:
             request = NEWCOMER + msgspec.msgpack.encode(describe_myself(invitation.token, workers))
-            answer = decode_answer(knock(invitation.address, invitation.key.encode(), request, _ANSWERS_WITHIN))
+            answer = knock(invitation.address, invitation.key.encode(), request, _ANSWERS_WITHIN)
         except ChannelError as error:
             raise RendezvousError(str(error)) from error
-        if isinstance(answer, Denied):
-            raise answer.error()
-        assert isinstance(answer, Admitted)  # `NotebookFacts` answer questions only
-        self._secret = answer.secret
+        admitted = accepted(answer, Admitted)
+        self._secret = admitted.secret
         self._launcher = LocalLauncher(Spec(count=workers), self._on_end)
         try:
             self._agent = start_agent(
-                _agent_name(answer.id),
-                answer.id,
+                _agent_name(admitted.id),
+                admitted.id,
                 None,
                 RpcBackendOptions(
-                    secret=answer.secret, host=self.host, channel="zeromq", rpc_timeout=_ANSWERS_WITHIN, arena_bytes=0
+                    secret=admitted.secret, host=self.host, channel="zeromq", rpc_timeout=_ANSWERS_WITHIN, arena_bytes=0
                 ),
-                present=[answer.hub],
+                present=[admitted.hub],
                 directory=self._launcher.folder,
             )
         except BaseException:  # Ctrl-C, too: the zygote would stay
             self._launcher.close()
             raise
         self._agent.named.publish("keeper", self, *self.METHODS)
-        self._hub = self._agent.at(answer.hub.name, "hub")
+        self._hub = self._agent.at(admitted.hub.name, "hub")
         self._agent.on_lost(self._on_lost)
         try:
-            me = self._agent.me.incarnation
-            self._hub.ask("arrive", answer.id, me, self.host, platform.node())
+            self._hub.ask("arrive", admitted.id, self._agent.me.incarnation, self.host, platform.node())
         except BaseException:  # Ctrl-C, too: the agent and the zygote would stay
             self.close()
             raise
@@ -282,8 +279,7 @@ class Keeper:
 
     def deliver(self, name: str, batch: Sequence[Parcel]) -> None:
         """Pass messages of the notebook on to a worker's kernel; drop them if the worker has ended."""
-        relay = self._relays.get(name)
-        if relay is not None:
+        if (relay := self._relays.get(name)) is not None:
             relay.deliver(batch)
 
 

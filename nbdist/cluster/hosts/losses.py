@@ -50,6 +50,5 @@ class Losses:
 
 def _give_up(incarnation: int, why: str) -> None:
     """Give up a lost member of this agent's world. The notebook calls this on the other members."""
-    agent = active_agent()
-    if agent is not None:
+    if (agent := active_agent()) is not None:
         agent.lose(incarnation, why)

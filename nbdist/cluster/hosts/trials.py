@@ -18,22 +18,12 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Sequence
-from types import TracebackType
 
 import msgspec
 
 from nbdist.channel.entrance import Visit
 from nbdist.cluster.examination.speed import RoundTrips, rate_of, round_trips
-from nbdist.cluster.hosts.admission import (
-    QUESTION,
-    TRIAL,
-    Denied,
-    NotebookFacts,
-    Trial,
-    TrialAnswer,
-    decode_answer,
-    describe_myself,
-)
+from nbdist.cluster.hosts import admission
 from nbdist.cluster.hosts.interfaces import own_address_towards
 from nbdist.cluster.hosts.invitations import Invitation
 
@@ -58,19 +48,13 @@ class TrialWay:
     def __enter__(self) -> TrialWay:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._visit.close()
 
-    def ask_for_facts(self) -> NotebookFacts:
+    def ask_for_facts(self) -> admission.NotebookFacts:
         """Return the notebook's facts, among them whether it would refuse a worker of this process's versions."""
-        request = QUESTION + msgspec.msgpack.encode(describe_myself(self._token, 1))
-        answer = decode_answer(self._visit.ask(request, _ANSWERS_WITHIN))
-        if isinstance(answer, Denied):
-            raise answer.error()
-        assert isinstance(answer, NotebookFacts)
-        return answer
+        request = admission.QUESTION + msgspec.msgpack.encode(admission.describe_myself(self._token, 1))
+        return admission.accepted(self._visit.ask(request, _ANSWERS_WITHIN), admission.NotebookFacts)
 
     def round_trips(self) -> RoundTrips:
         """Return the latency and the offset of the notebook's clock, measured by small trials, one after another."""
@@ -81,7 +65,7 @@ class TrialWay:
         there = rate_of(self._move_there, fastest)
         return there, rate_of(lambda size: self._try(wanted=size), fastest)
 
-    def unreached_from_here(self, facts: NotebookFacts) -> str:
+    def unreached_from_here(self, facts: admission.NotebookFacts) -> str:
         """Return why this host cannot connect to the other ports of the notebook; an empty text if it can."""
         # A firewall may let connections to the entrance pass, and no others.
         for address in facts.addresses:
@@ -106,17 +90,12 @@ class TrialWay:
         return f"{self.own_address}:{port}: {unreached}" if unreached else ""
 
     def _move_there(self, nbytes: int) -> None:
-        self._try_all([Trial(self._token, bytes(min(_PART, nbytes - at))) for at in range(0, nbytes, _PART)])
+        self._try_all([admission.Trial(self._token, bytes(min(_PART, nbytes - at))) for at in range(0, nbytes, _PART)])
 
-    def _try(self, *, wanted: int = 0, port: int = 0, host: str = "") -> TrialAnswer:
-        return self._try_all([Trial(self._token, b"", wanted, port, host)])[0]
+    def _try(self, *, wanted: int = 0, port: int = 0, host: str = "") -> admission.TrialAnswer:
+        return self._try_all([admission.Trial(self._token, b"", wanted, port, host)])[0]
 
-    def _try_all(self, trials: Sequence[Trial]) -> list[TrialAnswer]:
-        requests = [TRIAL + msgspec.msgpack.encode(trial) for trial in trials]
-        answers = [decode_answer(answer) for answer in self._visit.ask_all(requests, _ANSWERS_WITHIN)]
-        tried = [answer for answer in answers if isinstance(answer, TrialAnswer)]
-        for answer in answers:
-            if isinstance(answer, Denied):
-                raise answer.error()
-        assert len(tried) == len(trials)
-        return tried
+    def _try_all(self, trials: Sequence[admission.Trial]) -> list[admission.TrialAnswer]:
+        requests = [admission.TRIAL + msgspec.msgpack.encode(trial) for trial in trials]
+        answers = self._visit.ask_all(requests, _ANSWERS_WITHIN)
+        return [admission.accepted(answer, admission.TrialAnswer) for answer in answers]

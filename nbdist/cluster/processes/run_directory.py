@@ -42,8 +42,7 @@ def make_folder() -> Path:
 
 def remove_folder(folder: Path) -> None:
     """Remove a run directory with its files, if it still exists."""
-    held = _held.pop(folder, None)
-    if held is not None:
+    if (held := _held.pop(folder, None)) is not None:
         held.remove()
     else:
         shutil.rmtree(folder, ignore_errors=True)

@@ -56,8 +56,7 @@ def nodes_starting(ray: Any) -> int:
     try:
         from ray.experimental.internal_kv import _internal_kv_get
 
-        told = _internal_kv_get("__autoscaling_status")
-        if told:  # the autoscaler that `ray up` starts
+        if told := _internal_kv_get("__autoscaling_status"):  # the autoscaler that `ray up` starts
             report: dict[str, Any] = json.loads(told).get("autoscaler_report") or {}
             launches: dict[str, int] = report.get("pending_launches", {})
             return sum(launches.values()) + len(report.get("pending_nodes", ()))

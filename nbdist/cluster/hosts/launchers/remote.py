@@ -294,11 +294,8 @@ class RemoteLauncher:
                 ).start()
 
     def _keeper_for(self, setup: WorkerSetup) -> KeeperMember | None:
-        """Return a worker's keeper: the one that it had, else the first with room; None if no keeper has room."""
-        with self.hub.lock:
-            had = [member for member in self.hub.members if setup.name in member.workers]
-            free = [member for member in self.hub.members if len(member.workers) < member.room]
-        return next(iter([*had, *free]), None)
+        """Return the keeper that should start a worker now; None if there is none, and the worker waits."""
+        raise NotImplementedError
 
     def _start_on(self, member: KeeperMember, start: _Start) -> None:
         """Let a keeper start a worker, and settle the start's future. Runs in a thread of its own, because it waits."""
@@ -411,8 +408,7 @@ class RemoteLauncher:
     # -- reports of keepers -------------------------------------------------------------------
 
     def _on_parcels(self, name: str, batch: list[Parcel]) -> None:
-        relay = self._relays.get(name)
-        if relay is not None:
+        if (relay := self._relays.get(name)) is not None:
             relay.deliver(batch)
 
     def _on_worker_end(self, name: str, how: int | str, words: str) -> None:
@@ -457,12 +453,10 @@ class RemoteLauncher:
     def _tell(self, name: str, method: str, *arguments: Any, timeout: float = -1.0) -> RpcFuture[Any] | None:
         """Call a method of the keeper of a worker; None if the worker has none, or its keeper is gone."""
         start = self.placed.get(name)
-        if start is None or start.member is None:
-            return None
-        try:
-            return self.hub.call(start.member, method, *arguments, timeout=timeout)
-        except NbdistError:
-            return None
+        with contextlib.suppress(NbdistError):
+            if start is not None and start.member is not None:
+                return self.hub.call(start.member, method, *arguments, timeout=timeout)
+        return None
 
 
 def _pass_on(done: RpcFuture[Any], to: Future[Any]) -> None:
