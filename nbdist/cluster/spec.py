@@ -91,8 +91,11 @@ class Option:
         return bool(self.value) and self.value == "|".join(self.known_values)
 
 
-def _option(default: Any, flags: str, value: str, help: str, launchers: str = "") -> Any:
-    option = Option(tuple(flags.split()), value, help, tuple(launchers.split()))
+def _option(default: Any, form: str, help: str, launchers: str = "") -> Any:
+    """Return a field with an `Option`. ``form`` has its flags and then its value, as in ``-t --timeout SECONDS``."""
+    words = form.split()
+    flags = tuple(word for word in words if word.startswith("-"))
+    option = Option(flags, "".join(words[len(flags) :]), help, tuple(launchers.split()))
     return field(default=default, metadata={"option": option})
 
 
@@ -102,71 +105,61 @@ class Spec:
 
     count: int = _option(
         2,
-        "-n --num-processes",
-        "N",
+        "-n --num-processes N",
         "How many workers, 1 to 1000. Without it, one for each GPU that they may use, or 2 without GPUs.",
     )
     gpu_ids: tuple[int, ...] | None = _option(
         None,
-        "-g --gpu-ids",
-        "0,1",
+        "-g --gpu-ids 0,1",
         "The numbers of the GPUs to hand out, in turn, to the workers. Without it, all that torch sees, or "
         "none if the backend is gloo.",
     )
     backend: str | None = _option(
         None,
-        "--backend",
-        "gloo|nccl|none",
+        "--backend gloo|nccl|none",
         "The backend of the process group: gloo, nccl, or the word none for no process group. Without it, nccl if "
         "every worker has a GPU of its own, else gloo.",
     )
     driver: str | None = _option(
         None,
-        "--driver",
-        "NAME",
+        "--driver NAME",
         "The name of this process in the RPC world. It then has id 0, and the first worker is worker1. Without it, "
         "this process is called notebook, and the first worker is worker0.",
     )
     seed: int | None = _option(
         None,
-        "--seed",
-        "S",
+        "--seed S",
         "The worker of rank r seeds its random numbers with this number plus r. Without it, they differ in every run.",
     )
     timeout: float = _option(
         120.0,
-        "-t --timeout",
-        "SECONDS",
+        "-t --timeout SECONDS",
         "Seconds within which all workers must be ready, at the start and after a restart. Without it, 120.",
     )
     launcher: str = _option(
         "local",
-        "--launcher",
-        "local|join|ray|NAME",
+        "--launcher local|join|ray|NAME",
         "Which launcher starts the workers: local, on this host; join, which waits for workers of any host, each "
         "started by ``python -m nbdist worker``; ray, which has Ray choose the hosts; or the name of an installed one, "
         "which is an entry point of the group nbdist.launchers. Without it, local.",
     )
-    isolate_gpus: bool = _option(False, "--isolate-gpus", "", "Let each worker see only its own GPU.")
+    isolate_gpus: bool = _option(False, "--isolate-gpus", "Let each worker see only its own GPU.")
     preload: tuple[str, ...] = _option(
         (),
-        "--preload",
-        "MODULE,MODULE",
+        "--preload MODULE,MODULE",
         "Modules to import once, before the workers are forked. All workers then share the memory of these modules, "
         "and none spends time on the import. If one changes, the next cluster imports it again.",
     )
     gpu_memory: float | None = _option(
         None,
-        "--gpu-memory",
-        "PART",
+        "--gpu-memory PART",
         "The part of its GPU's memory that torch may take in each worker, such as 0.45. Without it, 1.",
     )
     rpc: Mapping[str, Any] = field(default_factory=dict)
     """The options of RPC, as `rpc_arguments` returns them. `%dist_init` takes only device maps."""
     host: str | None = _option(
         None,
-        "--host",
-        "ADDRESS",
+        "--host ADDRESS",
         "For workers on other hosts: the address at which they reach this one. With the launcher local, the workers "
         "run here, and others may join them by an invitation (%dist_invite, Cluster.invite). Without it, join takes "
         "NBDIST_HOST, ray this node's address in Ray, and local lets nobody join.",
@@ -174,48 +167,41 @@ class Spec:
     )
     ports: tuple[int, int] | None = _option(
         None,
-        "--ports",
-        "A-B",
+        "--ports A-B",
         "For workers on other hosts: the first and the last port for the entrance, where workers join, such as "
-        "40000-40100. Without it, "
-        "any. RPC, gloo and NCCL use other ports.",
+        "40000-40100. Without it, any. RPC, gloo and NCCL use other ports.",
         "join ray",
     )
     invitation: str | None = _option(
         None,
-        "--invitation",
-        "FILE",
+        "--invitation FILE",
         "With the launcher join: the file for the invitation, which the start writes. Without it, "
         f"{DEFAULT_INVITATION}.",
         "join",
     )
     address: str | None = _option(
         None,
-        "--address",
-        "ADDRESS",
+        "--address ADDRESS",
         "With the launcher ray: the address of the Ray cluster. Without it, the Ray that this process has, else "
         "RAY_ADDRESS, else a new Ray on this machine, which ends with the cluster.",
         "ray",
     )
     gpus_per_worker: float | None = _option(
         None,
-        "--gpus-per-worker",
-        "G",
+        "--gpus-per-worker G",
         "With the launcher ray: how many GPUs each worker gets; a part, such as 0.5, for a shared one. Without it, "
         "one GPU each if Ray has enough of them, else none.",
         "ray",
     )
     placement: str = _option(
         "pack",
-        "--placement",
-        "pack|spread",
+        "--placement pack|spread",
         "With the launcher ray: pack for few hosts, spread for many. Without it, pack.",
         "ray",
     )
     sync_code: bool = _option(
         False,
         "--sync-code",
-        "",
         "For workers on other hosts: give each a copy of the Python files of this process's working directory when it "
         "starts, so that it can import them.",
         "join ray",
@@ -318,11 +304,9 @@ class Spec:
         if self.is_remote:  # the launchers find the devices
             return [("cpu", None)] * self.count
         there = torch.cuda.device_count() if self.backend != "gloo" or self.gpu_ids is not None else 0
-        if self.gpu_ids is not None:
-            unknown = [gpu for gpu in self.gpu_ids if not 0 <= gpu < there]
-            if unknown:
-                have = f"there are {there}, numbered from 0" if there else "torch sees none here"
-                raise UsageError(f"no such GPU: {', '.join(map(str, unknown))}; {have}")
+        if unknown := [gpu for gpu in self.gpu_ids or () if not 0 <= gpu < there]:
+            have = f"there are {there}, numbered from 0" if there else "torch sees none here"
+            raise UsageError(f"no such GPU: {', '.join(map(str, unknown))}; {have}")
         if self.backend == "nccl" and not there:
             raise UsageError("the backend nccl needs GPUs, and torch sees none here; use the backend gloo")
         if not there:
