@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from nbdist.cluster.collation import Collation
 from nbdist.cluster.interrupting import Interrupts
@@ -28,25 +29,19 @@ PROGRESS_AFTER = 10.0
 _OUTPUT_ARRIVES_WITHIN = 1.0  # seconds to wait for output that may be on the way
 
 
+@dataclass(eq=False, repr=False)
 class CellSender:
     """Sends cells to the workers of one cluster, interrupts them, and passes on what their user types."""
 
-    def __init__(
-        self,
-        team: Team,
-        thread: KernelThread,
-        router: Router,
-        lifecycle: Lifecycle,
-        agent: Agent,
-        interrupts: Interrupts,
-    ) -> None:
-        self._team = team
-        self._thread = thread
-        self._router = router
-        self._lifecycle = lifecycle
-        self._agent = agent
-        self._interrupts = interrupts
-        self.collation = Collation(team.workers, thread, agent, lifecycle)
+    team: Team
+    thread: KernelThread
+    router: Router
+    lifecycle: Lifecycle
+    agent: Agent
+    interrupts: Interrupts
+
+    def __post_init__(self) -> None:
+        self.collation = Collation(self.team.workers, self.thread, self.agent, self.lifecycle)
         self._counter = 0  # numbers the cells where there is no notebook
 
     def execute(
@@ -67,8 +62,8 @@ class CellSender:
         """Run a cell, as `Cluster.execute` does, on workers that have started."""
         if progress_after is None:
             progress_after = PROGRESS_AFTER
-        with self._lifecycle.choosing() as token:
-            workers = self._team.select(targets)
+        with self.lifecycle.choosing() as token:
+            workers = self.team.select(targets)
             sink = sink or current_sink()
             self._counter += 1
             number = labels.cell_number() or self._counter
@@ -78,8 +73,8 @@ class CellSender:
                 names,
                 sink,
                 make_arranger(names, sink, grouped=group_outputs),
-                self._thread,
-                self._interrupts.stop_cell,
+                self.thread,
+                self.interrupts.stop_cell,
                 self._answer,
                 number=number,
                 above=above,
@@ -98,16 +93,16 @@ class CellSender:
                 cell.kept.atexit = False
             options = {"silent": False, "store_history": True, "user_expressions": {}, "stop_on_error": False}
             request = {"code": code, "allow_stdin": block and sink.interactive, **options}
-            origin = self._router.origins.current()
+            origin = self.router.origins.current()
             told = {METADATA: {"number": number, "keep": keep, "above": above, "origin": origin}}
             packed = pack(request), pack(told)  # once, for all workers
 
             def send() -> None:
-                if not self._thread.soon(self.send, token, cell, workers, *packed):
+                if not self.thread.soon(self.send, token, cell, workers, *packed):
                     raise UsageError("this cluster has been shut down; make another")
                 if progress_after > 0 and sink.interactive:
-                    parts = self._lifecycle.launcher.probe, cell, self._team, self.collation
-                    self._thread.soon(Lookout(self._thread, self._agent, *parts, progress_after).start)
+                    parts = self.lifecycle.launcher.probe, cell, self.team, self.collation
+                    self.thread.soon(Lookout(self.thread, self.agent, *parts, progress_after).start)
 
             if block:
                 try:
@@ -118,7 +113,7 @@ class CellSender:
                 return cell
             send()
             if timeout is not None:
-                self._thread.soon(self._thread.loop.call_later, timeout, self._cancel_late, cell)
+                self.thread.soon(self.thread.loop.call_later, timeout, self._cancel_late, cell)
             return cell
 
     def send(self, token: object, cell: Cell, workers: Sequence[Worker], content: bytes, metadata: bytes) -> None:
@@ -126,7 +121,7 @@ class CellSender:
 
         ``content`` and ``metadata`` belong to the execute request, as JSON; ``token`` comes from `Lifecycle.choosing`.
         """
-        self._lifecycle.unsent.discard(token)  # no other work of this thread runs before the end of this method
+        self.lifecycle.unsent.discard(token)  # no other work of this thread runs before the end of this method
         cell.at_part_end = self._on_part_end
         lost: dict[str, str] = {}
         for worker in workers:
@@ -135,7 +130,7 @@ class CellSender:
                 continue
             part = cell.parts[worker.name]
             id, part.incarnation = part.id, worker.incarnation
-            self._router.expect(id, cell)
+            self.router.expect(id, cell)
             worker.cells.append(cell)
             try:
                 worker.kernel.send("execute_request", content, metadata=metadata, id=id)
@@ -148,47 +143,47 @@ class CellSender:
     def settle(self, patience: float | None) -> None:
         """Show the output that calls of the notebook's cell have printed on workers, as `Cluster.settle` does."""
         sink = current_sink()
-        origin = self._router.origins.find(sink.key)
+        origin = self.router.origins.find(sink.key)
         if origin is None or (sink.interactive and not sink.captured and patience is None):
             return
 
         def ask(worker: str, token: str) -> bool:
             try:
-                self._agent.at(worker, "output").call("fence", token, timeout=_OUTPUT_ARRIVES_WITHIN)
+                self.agent.at(worker, "output").call("fence", token, timeout=_OUTPUT_ARRIVES_WITHIN)
             except NbdistError:
                 return False
             return True
 
         within = _OUTPUT_ARRIVES_WITHIN if patience is None or not sink.interactive else patience
-        self._router.settle(origin, [worker for worker in self._team.workers if worker.alive], ask, within)
+        self.router.settle(origin, [worker for worker in self.team.workers if worker.alive], ask, within)
 
     def _on_part_end(self, cell: Cell, name: str) -> None:
         """Remove a cell that has ended on a worker from the cells of that worker. In the kernel thread."""
-        worker = self._team.find(name)
+        worker = self.team.find(name)
         if cell in worker.cells:
             worker.cells.remove(cell)
             worker.on_change()
-            self._lifecycle.after_cell()  # a restart may have left the process group to be formed once all are idle
+            self.lifecycle.after_cell()  # a restart may have left the process group to be formed once all are idle
 
     def _cancel_late(self, cell: Cell) -> None:
         """Interrupt a cell, sent without ``block``, whose time is over and that still runs. In the kernel thread."""
         if not cell.done:
             cell.interrupted = True
-            self._interrupts.stop_cell(cell)
+            self.interrupts.stop_cell(cell)
 
     def _answer(self, name: str, text: str, request: Message) -> None:
-        kernel = self._team.find(name).kernel
+        kernel = self.team.find(name).kernel
         assert kernel is not None
-        self._thread.soon(lambda: kernel.send("input_reply", {"value": text}, channel="stdin", parent=request))
+        self.thread.soon(lambda: kernel.send("input_reply", {"value": text}, channel="stdin", parent=request))
 
     def drop_values(self, ids: Sequence[tuple[str, str]]) -> None:
         """Tell workers to drop values of cells, by the ids of the requests. In any thread, without waiting."""
 
         def drop() -> None:
             for worker, id in ids:
-                self._agent.at(worker, "output").cast("drop_value", id)
+                self.agent.at(worker, "output").cast("drop_value", id)
 
-        self._thread.soon(drop)
+        self.thread.soon(drop)
 
 
 def forget_values(cell: Cell) -> None:

@@ -19,11 +19,11 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
 from nbdist.amounts import counted
 from nbdist.cluster.hosts.launchers.inviting import InvitingLauncher
-from nbdist.cluster.kernels.workers import Worker
 from nbdist.cluster.lifecycle import Lifecycle
 from nbdist.cluster.output.arranger import say_names
 from nbdist.cluster.team import Team
@@ -32,6 +32,7 @@ from nbdist.durations import LONGEST
 _log = logging.getLogger("nbdist.cluster")
 
 
+@dataclass(eq=False, repr=False)
 class Growth:
     """Lets one cluster grow.
 
@@ -45,86 +46,72 @@ class Growth:
         tell: Called with a line for the user when workers have joined, or could not join.
     """
 
-    def __init__(
-        self,
-        team: Team,
-        lives: Lifecycle,
-        launcher: InvitingLauncher,
-        changing: threading.Lock,
-        timeout: float,
-        grown: Callable[[], object],
-        tell: Callable[[str], object],
-    ) -> None:
-        self._team = team
-        self._lives = lives
-        self._launcher = launcher
-        self._changing = changing
-        self._timeout = timeout
-        self._grown = grown
-        self._tell = tell
-        self._changed = threading.Condition()  # notified after each growth
+    team: Team
+    lives: Lifecycle
+    launcher: InvitingLauncher
+    changing: threading.Lock
+    timeout: float
+    grown: Callable[[], object]
+    tell: Callable[[str], object]
+    changed: threading.Condition = field(init=False, default_factory=threading.Condition)  # notified after each growth
 
     def begin(self) -> None:
         """Let the cluster, which now runs, grow from now on; keepers that have come before are used at once."""
-        self._launcher.on_arrival = self.look_soon
+        self.launcher.on_arrival = self.look_soon
         self.look_soon()
 
     def look_soon(self) -> None:
         """Add workers, in a new thread, if keepers have room for new ones. Any thread may call it."""
-        if self._launcher.spare():
+        if self.launcher.spare():
             threading.Thread(target=self._look, name="nbdist-growing", daemon=True).start()
 
     def wait_for(self, count: int, timeout: float) -> bool:
         """Wait until the cluster has at least ``count`` workers; return False after ``timeout`` seconds."""
-        with self._changed:
-            return self._changed.wait_for(lambda: len(self._team.workers) >= count, min(timeout, LONGEST))
+        with self.changed:
+            return self.changed.wait_for(lambda: len(self.team.workers) >= count, min(timeout, LONGEST))
 
     def _look(self) -> None:
         try:
-            while self._launcher.spare():
-                self._launcher.hear_from_keepers()  # without the lock: a restart need not wait for a silent host
-                with self._changing:
-                    if count := self._launcher.spare():  # again: a keeper may be lost by now
+            while self.launcher.spare():
+                self.launcher.hear_from_keepers()  # without the lock: a restart need not wait for a silent host
+                with self.changing:
+                    if count := self.launcher.spare():  # again: a keeper may be lost by now
                         self._take_in(count)
         except Exception:  # of a launcher, of any class: nobody waits for this thread, and later keepers may join
-            if not self._launcher.is_closing:
+            if not self.launcher.is_closing:
                 _log.exception("workers could not join")
 
     def _take_in(self, count: int) -> None:
-        """Add ``count`` workers to the cluster, all or none, and tell the user. The caller holds `_changing`."""
-        deadline = time.monotonic() + self._timeout
-        workers = [self._team.make(len(self._team.workers) + index) for index in range(count)]
+        """Add ``count`` workers to the cluster, all or none, and tell the user. The caller holds `changing`."""
+        deadline = time.monotonic() + self.timeout
+        workers = [self.team.make(len(self.team.workers) + index) for index in range(count)]
         names = [worker.name for worker in workers]
-        self._launcher.expect(names)
-        failed = self._lives.bring_in(workers, deadline)
-        if failed:
+        self.launcher.expect(names)
+        if failed := self.lives.bring_in(workers, deadline):
             firsts = {name: str(error).partition("\n")[0] for name, error in failed.items()}
             reasons = {name: f"{name} could not join the running cluster: {why}" for name, why in firsts.items()}
-            self._launcher.dismiss(names, reasons)
+            self.launcher.dismiss(names, reasons)
             for worker in workers:
-                if worker.name in reasons and not self._launcher.is_closing:
+                if worker.name in reasons and not self.launcher.is_closing:
                     self._say(reasons[worker.name] + (f" (on {worker.host})" if worker.host else ""))
             return
-        self._launcher.keep(names)
-        line = self._say_joined(workers)  # before `adopt`, which lengthens `Team.workers`
+        self.launcher.keep(names)
+        hosts = ", ".join(dict.fromkeys(worker.host for worker in workers))
+        size = len(self.team.workers) + len(workers)  # before `adopt`, which lengthens `Team.workers`
+        line = f"{say_names(names)} joined from {hosts}; {counted(size, 'worker')}."
         try:
-            awaited = self._lives.adopt(workers, time.monotonic() + self._timeout)
+            awaited = self.lives.adopt(workers, time.monotonic() + self.timeout)
         except Exception as error:  # of a worker or of RPC: the workers have joined all the same
             awaited, group = [], f"The process group did not form anew: {error}; `%dist_restart -p` tries again."
         else:
             group = "The process group is formed anew"
             group += f" once {say_names(awaited)} can take part." if awaited else "."
-        self._grown()
-        with self._changed:
-            self._changed.notify_all()
-        self._say(f"{line} {group}" if self._lives.has_group else line)
-
-    def _say_joined(self, workers: Sequence[Worker]) -> str:
-        hosts = list(dict.fromkeys(worker.host for worker in workers))
-        names = say_names([worker.name for worker in workers])
-        return f"{names} joined from {', '.join(hosts)}; {counted(len(self._team.workers) + len(workers), 'worker')}."
+        self.grown()
+        with self.changed:
+            self.changed.notify_all()
+        self._say(f"{line} {group}" if self.lives.has_group else line)
 
     def _say(self, line: str) -> None:
         _log.info(line)
         with contextlib.suppress(Exception):  # an error of a view must not keep workers from joining
-            self._tell(line)
+            self.tell(line)
