@@ -89,12 +89,11 @@ class CellValues:
 
     def pull(self, names: str | Sequence[str], targets: Targets = None) -> Any:
         """Return copies of the values that variables have on workers."""
-        wanted = [names] if isinstance(names, str) else names
-        values = self.evaluate(", ".join(wanted), targets)
+        if isinstance(names, str):
+            return self.evaluate(names, targets)
+        values = self.evaluate(", ".join(names), targets)
         shaped = [
-            value
-            if isinstance(names, str)
-            else dict(zip(wanted, value if len(wanted) > 1 else (value,)[: len(wanted)], strict=True))
+            dict(zip(names, value if len(names) > 1 else (value,)[: len(names)], strict=True))
             for value in (values if isinstance(values, list) else [values])
         ]
         return shaped if isinstance(values, list) else shaped[0]

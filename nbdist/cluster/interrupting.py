@@ -231,8 +231,7 @@ class Interrupts:
 
 def stop_served_calls() -> None:
     """Raise KeyboardInterrupt in the calls that this worker runs for others. The notebook calls this on the worker."""
-    agent = active_agent()
-    if agent is not None:
+    if (agent := active_agent()) is not None:
         agent.stopping.stop_served()
 
 

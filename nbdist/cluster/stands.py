@@ -64,13 +64,10 @@ class Stands:
         """Note that a worker was at ``found`` at the time ``now``; None if it runs no user code, or was not asked."""
         self._silent.pop(worker, None)
         self._places.pop(worker, None)
-        if found is None:
-            self._last.pop(worker, None)
-            self._since.pop(worker, None)
-            return
-        before = self._last.get(worker)
-        self._last[worker] = now, found
-        if before is not None:
+        before = self._last.pop(worker, None)
+        if found is not None:
+            self._last[worker] = now, found
+        if found is not None and before is not None:
             then, place = before
             used = found.processor - place.processor
             # At the same instruction in two looks, it waits since the earlier one, unless it has computed.
