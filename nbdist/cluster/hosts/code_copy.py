@@ -82,9 +82,8 @@ def unpack(packed: bytes, folder: Path) -> None:
             draft.write_bytes(archive.read(name))
             draft.replace(path)
     kept = {folder / name for name in names}
-    for path in list(folder.rglob("*.py")):
-        if path not in kept:
-            path.unlink()
+    for path in set(folder.rglob("*.py")) - kept:
+        path.unlink()
     # A file that has changed within a second, to the same size, would be taken for the one that was compiled.
     for path in list(folder.rglob("__pycache__")):
         shutil.rmtree(path, ignore_errors=True)

@@ -64,11 +64,6 @@ class KeeperMember:
         self.host = host
         self.workers: set[str] = set()  # ended workers included
 
-    @property
-    def name(self) -> str:
-        """The name of the keeper's agent."""
-        return self.record.name
-
 
 class _Coming(NamedTuple):
     """A keeper that was admitted and has not joined yet."""
@@ -119,16 +114,10 @@ class Hub:
         self._warned: deque[float] = deque()  # when the last minute's warnings came, by `time.monotonic`
         # The keepers that were admitted and have not joined yet, by the id that each got. Guarded by `lock`.
         self._coming: dict[int, _Coming] = {}
-        self.agent: Agent = start_agent(
-            _NAME,
-            0,
-            None,
-            RpcBackendOptions(
-                secret=self.secret, host=host, channel="zeromq", rpc_timeout=_ANSWERS_WITHIN, arena_bytes=0
-            ),
-            present=[],
-            directory=folder,
+        options = RpcBackendOptions(
+            secret=self.secret, host=host, channel="zeromq", rpc_timeout=_ANSWERS_WITHIN, arena_bytes=0
         )
+        self.agent: Agent = start_agent(_NAME, 0, None, options, present=[], directory=folder)
         """The hub's own agent, which keepers reach."""
         self.agent.named.publish("hub", self, *self.METHODS)
         self.agent.on_lost(self._lost)
@@ -158,11 +147,11 @@ class Hub:
 
     def call(self, member: KeeperMember, method: str, *arguments: Any, timeout: float = -1.0) -> Future[Any]:
         """Call a method of a keeper; return the future of its result."""
-        return self.agent.at(member.name, "keeper").call(method, *arguments, timeout=timeout)
+        return self.agent.at(member.record.name, "keeper").call(method, *arguments, timeout=timeout)
 
     def hear_from(self, member: KeeperMember) -> Future[Any]:
         """Return a future that is done once a keeper has answered or is lost. Raises WorkerLost if it is gone."""
-        return self.agent.call(member.name, os.getpid)
+        return self.agent.call(member.record.name, os.getpid)
 
     def close(self) -> None:
         """Close the entrance and leave the keepers, which end if they have not yet."""

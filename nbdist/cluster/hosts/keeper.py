@@ -116,18 +116,15 @@ class Keeper:
             raise RendezvousError(str(error)) from error
         admitted = accepted(answer, Admitted)
         self._secret = admitted.secret
+        options = RpcBackendOptions(
+            secret=self._secret, host=self.host, channel="zeromq", rpc_timeout=_ANSWERS_WITHIN, arena_bytes=0
+        )
+        # The notebook's log shows this name.
+        name = f"keeper{admitted.id}-of-{re.sub('[^A-Za-z0-9_-]', '-', platform.node())}"[:100]
         self._launcher = LocalLauncher(Spec(count=workers), self._on_end)
+        folder = self._launcher.folder
         try:
-            self._agent = start_agent(
-                _agent_name(admitted.id),
-                admitted.id,
-                None,
-                RpcBackendOptions(
-                    secret=admitted.secret, host=self.host, channel="zeromq", rpc_timeout=_ANSWERS_WITHIN, arena_bytes=0
-                ),
-                present=[admitted.hub],
-                directory=self._launcher.folder,
-            )
+            self._agent = start_agent(name, admitted.id, None, options, present=[admitted.hub], directory=folder)
         except BaseException:  # Ctrl-C, too: the zygote would stay
             self._launcher.close()
             raise
@@ -293,11 +290,6 @@ def _places_of_host(environment: Mapping[str, str], workers: int) -> tuple[int, 
             keepers = re.match(r"\d+", environment.get(size, ""))  # Slurm writes 4(x2) for four on each of two hosts
             return first, max(int(keepers[0]) * workers if keepers else 0, first + workers)
     return 0, workers
-
-
-def _agent_name(id: int) -> str:
-    # The notebook's log shows this name.
-    return f"keeper{id}-of-{re.sub('[^A-Za-z0-9_-]', '-', platform.node())}"[:100]
 
 
 def _require_own_address(host: str) -> None:

@@ -15,16 +15,13 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from typing import TYPE_CHECKING
 
 from nbdist.cluster.hosts.hub import KeeperMember
 from nbdist.cluster.hosts.launchers.remote import RemoteLauncher
 from nbdist.cluster.processes.launchers.contract import OnEnd, StartedWorker
 from nbdist.cluster.processes.setup import WorkerSetup
+from nbdist.cluster.spec import Spec
 from nbdist.errors import NbdistError, WorkerLost
-
-if TYPE_CHECKING:
-    from nbdist.cluster.spec import Spec
 
 
 class InvitingLauncher(RemoteLauncher):
@@ -42,7 +39,7 @@ class InvitingLauncher(RemoteLauncher):
     def spare(self) -> int:
         """Return how many new workers the keepers have room for, open places not counted; 0 once the cluster ends."""
         with self._lock, self.hub.lock:
-            if self._closing or self._master is None:  # rank 0 has no place, and the others start after it
+            if self.is_closing or self._master is None:  # rank 0 has no place, and the others start after it
                 return 0
             invited = [member for member in self.hub.members if self._is_invited(member)]
             free = sum(max(0, member.room - len(member.workers)) for member in invited)
@@ -79,11 +76,6 @@ class InvitingLauncher(RemoteLauncher):
             members = [member for member in self.hub.members if self._is_invited(member) == needs]
         had = [member for member in members if setup.name in member.workers]
         return next(iter([*had, *(member for member in members if len(member.workers) < member.room)]), None)
-
-    @property
-    def is_closing(self) -> bool:
-        """Return whether the cluster ends, or has ended."""
-        return self._closing
 
     def expect(self, names: Sequence[str]) -> None:
         """Let the next starts of these new workers fail if no keeper has room at once, or if their keeper is lost."""

@@ -15,7 +15,6 @@ import threading
 from collections.abc import Mapping
 from concurrent.futures import Future
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -24,10 +23,8 @@ from nbdist.cluster.hosts.hub import KeeperMember
 from nbdist.cluster.hosts.launchers.inviting import InvitingLauncher
 from nbdist.cluster.processes.launchers.contract import OnEnd, StartedWorker
 from nbdist.cluster.processes.setup import WorkerSetup
+from nbdist.cluster.spec import Spec
 from nbdist.errors import ResourceError
-
-if TYPE_CHECKING:
-    from nbdist.cluster.spec import Spec
 
 _INVITED_FOR = 600.0  # seconds within which the keeper must join; it needs a few
 _ENDS_WITHIN = 5.0  # seconds for the keeper to end after SIGTERM; then it gets SIGKILL
@@ -51,7 +48,7 @@ class OpenLocalLauncher(InvitingLauncher):
         """Start a keeper for the workers of this host, if some wait for one and none runs."""
         with self._lock:
             waiting = any(not self._needs_invited(start.setup.rank) for start in self.wanted.values())
-            if waiting and not self._closing and all(own.poll() is not None for own in self._own.values()):
+            if waiting and not self.is_closing and all(own.poll() is not None for own in self._own.values()):
                 self._start_keeper()
 
     def _start_keeper(self) -> None:
@@ -74,7 +71,7 @@ class OpenLocalLauncher(InvitingLauncher):
         """Wait until a keeper's process has ended. If the keeper never joined, fail the starts that wait for it."""
         own.wait()
         with self._lock:
-            if self._closing or token in self.hub.came:
+            if self.is_closing or token in self.hub.came:
                 return  # the hub notices the end of a keeper that has joined
             starts = [start for start in self.wanted.values() if not self._needs_invited(start.setup.rank)]
             for start in starts:

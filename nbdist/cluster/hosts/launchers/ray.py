@@ -23,7 +23,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -34,10 +34,8 @@ from nbdist.cluster.hosts.launchers.ray_room import wait_for_room
 from nbdist.cluster.hosts.launchers.remote import RemoteLauncher
 from nbdist.cluster.processes.launchers.contract import OnEnd
 from nbdist.cluster.processes.setup import WorkerSetup
+from nbdist.cluster.spec import Spec
 from nbdist.errors import ResourceError, UsageError
-
-if TYPE_CHECKING:
-    from nbdist.cluster.spec import Spec
 
 _ROOM_WITHIN = 30.0  # seconds to wait for Ray to have room for all workers, without the user's timeout
 # The number of tries to start a Ray on this machine, and the seconds for each: Ray takes 15 on two idle cores.
@@ -88,19 +86,18 @@ class RayLauncher(RemoteLauncher):
         """Reserve room for all workers, or for none. Raises ResourceError if Ray has no room for all in time."""
         from ray.util.placement_group import placement_group
 
-        ray = self._ray
         gpus = spec.gpus_per_worker
         if gpus is None:
-            gpus = 1 if ray.cluster_resources().get("GPU", 0) >= spec.count else 0
+            gpus = 1 if self._ray.cluster_resources().get("GPU", 0) >= spec.count else 0
         self._needs = {"CPU": 1.0, **({"GPU": float(gpus)} if gpus else {})}
         self._group = placement_group([self._needs] * spec.count, strategy=spec.placement.upper())
         within = spec.timeout if spec.timeout != _USUAL_TIMEOUT else _ROOM_WITHIN
-        wait_for_room(ray, self._group, self._needs, spec.count, within)
+        wait_for_room(self._ray, self._group, self._needs, spec.count, within)
 
     def _provide(self) -> None:
         """Ask Ray for an actor for each worker that waits for a keeper and has none."""
         with self._lock:
-            starts = [start for name, start in self.wanted.items() if name not in self.actors and not self._closing]
+            starts = [start for name, start in self.wanted.items() if name not in self.actors and not self.is_closing]
             if not starts:
                 return
             lost = self._lost_head()  # if it is lost, to ask would block, and after 60 s Ray would end us
@@ -145,11 +142,10 @@ class RayLauncher(RemoteLauncher):
         """Let Ray start an actor for a worker; the actor's keeper will join later. The caller holds the lock."""
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        ray = self._ray
         invitation = self.hub.invite(_INVITED_FOR, 1)
         strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=setup.rank)
         options = {"num_cpus": self._needs["CPU"], "num_gpus": self._needs.get("GPU", 0), "max_restarts": 0}
-        actor = ray.remote(RayActor).options(scheduling_strategy=strategy, **options).remote()
+        actor = self._ray.remote(RayActor).options(scheduling_strategy=strategy, **options).remote()
         placed = self.actors[setup.name] = _Placed(actor, invitation.token)
         ended = actor.run.remote(msgspec.json.encode(invitation))
         threading.Thread(

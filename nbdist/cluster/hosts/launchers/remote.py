@@ -28,7 +28,7 @@ import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
@@ -42,12 +42,9 @@ from nbdist.cluster.processes.probe import ANSWER_WITHIN, Probe
 from nbdist.cluster.processes.run_directory import make_folder, remove_folder
 from nbdist.cluster.processes.setup import WorkerSetup
 from nbdist.cluster.processes.worker_processes import Processes
+from nbdist.cluster.spec import Spec
 from nbdist.errors import NbdistError, UsageError, WorkerLost
 from nbdist.rpc.futures import Future as RpcFuture
-
-if TYPE_CHECKING:
-    from nbdist.cluster.processes.group_store import GroupStores
-    from nbdist.cluster.spec import Spec
 
 _STARTS_WITHIN = 600.0  # seconds for a keeper to start a worker; `Lifecycle` applies the user's limit, usually shorter
 _ENDS_WITHIN = 10.0  # seconds for all keepers to end their workers
@@ -105,18 +102,21 @@ class RemoteLauncher:
         self._sending_code: dict[int, threading.Lock] = {}
         self._packed = -math.inf, b""  # when Python files were last packed, and their archive
         self._packing = threading.Lock()
-        self._closing = False
-        self._boards = Boards()
+        self.is_closing = False
+        """True once the cluster ends, or has ended."""
+        self.group_stores = Boards()
+        """The stores with which workers form their process groups: in this process's memory, reached by RPC."""
         with contextlib.ExitStack() as undo:
-            self._folder = make_folder()
-            undo.callback(remove_folder, self._folder)
+            self.folder = make_folder()
+            """The run directory on this host. Relays listen at its sockets in place of the kernels."""
+            undo.callback(remove_folder, self.folder)
             # This zygote (a process that starts workers) starts none. It removes the run directory if this process
             # is killed.
-            self._warden = Processes(self._folder, fork=False)
+            self._warden = Processes(self.folder, fork=False)
             undo.callback(self._warden.close)
             self.hub = Hub(
                 host,
-                self._folder,
+                self.folder,
                 spec.ports,
                 on_arrival=self._on_arrival,
                 on_gone=self._on_gone,
@@ -128,19 +128,9 @@ class RemoteLauncher:
     # -- the contract -------------------------------------------------------------------------
 
     @property
-    def folder(self) -> Path:
-        """The run directory on this host. Relays listen at its sockets in place of the kernels. `close` removes it."""
-        return self._folder
-
-    @property
     def rpc(self) -> Mapping[str, Any]:
         """The options with which this process's agent joins the RPC world: its members find each other at the hub."""
         return {"init_method": self.hub.meeting, "secret": self.hub.secret, "host": self.hub.host}
-
-    @property
-    def group_stores(self) -> GroupStores:
-        """The stores with which workers form their process groups: in this process's memory, reached by RPC."""
-        return self._boards
 
     def preload(self, modules: Sequence[str]) -> Future[None]:
         """Let each keeper import modules before it starts its first worker.
@@ -163,7 +153,7 @@ class RemoteLauncher:
     def _want(self, start: _Start) -> None:
         """Give a start to a keeper as soon as one has room for it."""
         with self._lock:
-            if self._closing:
+            if self.is_closing:
                 start.future.cancel()
                 return
             self.wanted[start.name] = start
@@ -247,7 +237,7 @@ class RemoteLauncher:
             steps.callback(self.hub.close)
             self.hub.revoke()
             with self._lock:
-                self._closing = True
+                self.is_closing = True
                 members, starts = list(self.hub.members), [*self.wanted.values(), *self.placed.values()]
                 self.wanted.clear()
             for start in starts:
@@ -275,7 +265,7 @@ class RemoteLauncher:
     def _place(self) -> None:
         """Start the workers in `wanted` for which a keeper has room, the worker of rank 0 first. Does not wait."""
         with self._lock:
-            if self._closing:
+            if self.is_closing:
                 return
             for start in sorted(self.wanted.values(), key=lambda each: each.setup.rank):
                 if self._master is None and start.setup.rank != 0:

@@ -12,7 +12,7 @@ import signal
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from nbdist.channel import machine
 from nbdist.channel.process_watch import is_alive, started_at
@@ -136,10 +136,14 @@ class LocalLauncher:
     """
 
     def __init__(self, spec: Spec, on_end: OnEnd) -> None:
-        # Else each worker uses all cores.
+        # Without this, each worker would use all cores.
         threads = {"OMP_NUM_THREADS": str(max(1, machine.cores() // spec.count))}
         self.processes = _spare_zygote.take_or_start()
         """The zygote, and the workers that are forked from it."""
+        self.folder = self.processes.folder
+        """The path of the cluster's run directory, with its sockets, connection files and logs; `close` removes it."""
+        self.rpc = {"init_method": f"file://{self.folder}/members"}
+        """The options by which agents join the RPC world: they meet at a file in the run directory."""
         self._defaults = {**_ENVIRONMENT, **_home(self.folder), **threads}
         self._on_end = on_end
         self._given_up: set[str] = set()  # the workers whose start was given up, and whose process is being killed
@@ -149,16 +153,6 @@ class LocalLauncher:
         was_given_up = name in self._given_up
         self._given_up.discard(name)
         self._on_end(name, GIVEN_UP if was_given_up else code)
-
-    @property
-    def folder(self) -> Path:
-        """The path of the cluster's run directory, with its sockets, connection files and logs; `close` removes it."""
-        return self.processes.folder
-
-    @property
-    def rpc(self) -> Mapping[str, Any]:
-        """The options by which agents join the RPC world: they meet at a file in the run directory."""
-        return {"init_method": f"file://{self.folder}/members"}
 
     @property
     def group_stores(self) -> GroupStores:
