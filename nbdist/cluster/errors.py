@@ -11,7 +11,7 @@ import builtins
 import functools
 import re
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 import nbdist.errors
@@ -156,12 +156,9 @@ def _class_for(name: str) -> type[CellError]:
         return CellError
     own = getattr(nbdist.errors, name, None) or getattr(builtins, name, None)
     if isinstance(own, type) and issubclass(own, Exception) and not issubclass(own, _NEVER_SUBCLASSED):
-        try:
+        with suppress(TypeError):  # the two classes' instances differ in layout, or the class takes more than a text
             made = type(name, (CellError, own), {})
             made("")
-        except TypeError:  # the two classes' instances differ in layout, or the class takes more than a text
-            pass
-        else:
             return made
     return type(name, (CellError,), {})
 

@@ -72,14 +72,8 @@ class Lifecycle:
         ended: Callable[[Worker, str], None],
         is_member: Callable[[str], bool],
     ) -> None:
-        self._spec = spec
-        self._backend = backend
-        self._workers = workers
-        self._thread = thread
-        self._listener = listener
-        self._reached_step = reached
-        self._ended = ended
-        self._is_member = is_member
+        self._spec, self._backend, self._workers, self._thread = spec, backend, workers, thread
+        self._listener, self._reached_step, self._ended, self._is_member = listener, reached, ended, is_member
         self._group_is_due = False  # True if the group must form anew once all are idle; for the kernel thread only
         self._is_ending = False
         self._coming: list[Worker] = []  # those that are starting to join the cluster: see `bring_in`
@@ -124,8 +118,7 @@ class Lifecycle:
     def _give_up(self, workers: Sequence[Worker]) -> None:
         """Cancel the starts of these workers that nobody waits for."""
         for worker in workers:
-            start = self._begun.pop(worker.name, None)
-            if start is not None:
+            if (start := self._begun.pop(worker.name, None)) is not None:
                 worker.lose(GIVEN_UP)
                 start.cancel()
 
@@ -150,14 +143,12 @@ class Lifecycle:
             seed=self._spec.seed,
         )
         try:
-            return self.launcher.start(setup, self._environment(worker))
+            visible = {} if worker.gpu is None else {"CUDA_VISIBLE_DEVICES": self._spec.visible_gpus(worker.gpu)}
+            return self.launcher.start(setup, visible)
         except BaseException:  # of a launcher, of any class, and Ctrl-C
             worker.lose("could not be started")
             worker.ended.set()  # no process will end, and `kill` waits for this
             raise
-
-    def _environment(self, worker: Worker) -> dict[str, str]:
-        return {} if worker.gpu is None else {"CUDA_VISIBLE_DEVICES": self._spec.visible_gpus(worker.gpu)}
 
     def bring_up(self, workers: Sequence[Worker], deadline: float) -> None:
         """Wait until launched workers are ready; if these are all workers, they form the process group, too.
@@ -167,13 +158,7 @@ class Lifecycle:
         """
 
         async def all_steps() -> None:
-            try:
-                if self._preloading is not None:
-                    await asyncio.wrap_future(self._preloading)
-                    self._preloading = None
-                await first_error([asyncio.create_task(self._reach_rpc(worker)) for worker in workers])
-            finally:
-                self._give_up(workers)
+            await self._all_reach(workers, self._reach_rpc)
             # If only some were restarted, the others may be busy: `WorkerChanges` then decides when the group forms.
             if len(workers) == len(self._workers):
                 await self._form_group()
@@ -199,6 +184,16 @@ class Lifecycle:
 
         with contextlib.suppress(RuntimeError, CancelledError):  # the cluster ends, and kills all workers
             self._thread.run(settle()).result()
+
+    async def _all_reach(self, workers: Sequence[Worker], reach: Callable[[Worker], Coroutine[Any, Any, None]]) -> None:
+        """Wait until ``reach`` is done for each launched worker; give up the other starts after the first error."""
+        try:
+            if self._preloading is not None:
+                await asyncio.wrap_future(self._preloading)
+                self._preloading = None
+            await first_error([asyncio.create_task(reach(worker)) for worker in workers])
+        finally:
+            self._give_up(workers)
 
     async def _reach_rpc(self, worker: Worker) -> None:
         """Wait until a launched worker is a member of the RPC world. Raises the error of the step that fails."""
@@ -227,16 +222,10 @@ class Lifecycle:
                 failed[worker.name] = error
                 raise
 
-        async def reach_all() -> None:
-            try:
-                await first_error([asyncio.create_task(reach(worker)) for worker in workers])
-            finally:
-                self._give_up(workers)
-
         self._coming = list(workers)
         try:
             self.launch(workers)
-            self._in_time(reach_all(), deadline)
+            self._in_time(self._all_reach(workers, reach), deadline)
         except Exception as error:  # also a launcher's, of any class: the running cluster goes on without them
             if not failed:  # too late, or not even launched
                 failed.update({each.name: error for each in workers if each.step != "rpc"} or {workers[0].name: error})
@@ -258,7 +247,7 @@ class Lifecycle:
             # A cell for all workers, chosen before the line above, must not run in the new group without the new ones.
             while self.unsent:
                 await asyncio.sleep(_POLL)
-            return self._begin_if_idle()
+            return await self._begin_if_idle()
 
         return self._await_group(take_in(), deadline)
 
@@ -302,17 +291,14 @@ class Lifecycle:
         If all are idle, waits until it has formed, with the errors of `form_group`. Returns the names of the workers
         that are not idle, dead ones included; none without a process group.
         """
+        return self._await_group(self._begin_if_idle(), deadline)
 
-        async def look() -> tuple[list[str], Coroutine[Any, Any, None] | None]:
-            return self._begin_if_idle()
-
-        return self._await_group(look(), deadline)
-
-    def _begin_if_idle(self) -> tuple[list[str], Coroutine[Any, Any, None] | None]:
+    async def _begin_if_idle(self) -> tuple[list[str], Coroutine[Any, Any, None] | None]:
         """Begin to form the next process group if all workers are idle, else note that it is due. In the kernel thread.
 
-        Cells begin and end in that thread, so none begins between the check and the start of the group. Returns the
-        names of the workers that are not idle, and the coroutine of `_begin_group` if this has called it.
+        Cells begin and end in that thread, and this awaits nothing, so none begins between the check and the start of
+        the group. Returns the names of the workers that are not idle, and the coroutine of `_begin_group` if this has
+        called it.
         """
         if not self.has_group:  # no worker needs to be idle
             return [], self._begin_group() if self._told_size != len(self._workers) else None

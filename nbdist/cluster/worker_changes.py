@@ -69,9 +69,8 @@ class WorkerChanges:
     def restart(self, targets: Targets = None, *, process_group: bool = False) -> list[str]:
         """Kill workers and start them again; return their names."""
         with self._alone():
-            if targets is not None:
-                return self._restart(self._team.select(targets), process_group)
-            return self._restart([worker for worker in self._team.workers if worker.lost is not None], process_group)
+            dead = [worker for worker in self._team.workers if worker.lost is not None]
+            return self._restart(dead if targets is None else self._team.select(targets), process_group)
 
     def _restart(self, chosen: Sequence[Worker], process_group: bool = False, because: str = "") -> list[str]:
         """Kill and start these workers, and form the process group, as `restart` does. The caller holds the lock."""
