@@ -153,8 +153,7 @@ class GroupStore(dist.Store):  # type: ignore[misc]  # dist is Any
         deadline = time.monotonic() + self.timeout.total_seconds()
         while True:
             self._await([key], deadline)
-            value = self._read(key)
-            if value is not None:  # else another process has deleted the key just now
+            if (value := self._read(key)) is not None:  # else another process has deleted the key just now
                 return value
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
@@ -230,8 +229,7 @@ class GroupStore(dist.Store):  # type: ignore[misc]  # dist is Any
 
         A missing value counts as empty.
         """
-        value: bytes = self._change("compare_set", key, _bytes(expected), _bytes(desired))
-        return value
+        return bytes(self._change("compare_set", key, _bytes(expected), _bytes(desired)))
 
     def delete_key(self, key: str) -> bool:
         """Remove a key and its value; return whether there was one."""

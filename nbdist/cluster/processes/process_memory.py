@@ -97,10 +97,8 @@ def parse_smaps(text: bytes) -> tuple[Usage, Regions]:
 
 def own_bytes(pid: int | str | None = "self") -> int | None:
     """Return the bytes of a process that no other process shares; None if ``pid`` is None or ``/proc`` has no count."""
-    with contextlib.suppress(OSError, ValueError):
-        if pid is not None:
-            with open(f"/proc/{pid}/smaps_rollup") as file:
-                return sum(int(line.split()[1]) for line in file if line.startswith("Private_")) * 1024
+    with contextlib.suppress(OSError, ValueError), open(f"/proc/{pid}/smaps_rollup") as file:  # there is no /proc/None
+        return sum(int(line.split()[1]) for line in file if line.startswith("Private_")) * 1024
     return None
 
 

@@ -187,20 +187,16 @@ class MessageSocket:
 
     def receive(self) -> list[bytes] | None:
         """Wait for data; return the lines that are now complete, perhaps none. None if the other side has closed."""
-        try:
-            data = self.socket.recv(1 << 16)
-        except ConnectionResetError:
-            data = b""
-        if not data:
-            return None
-        *lines, self._buffer = (self._buffer + data).split(b"\n")
-        return lines
+        with contextlib.suppress(ConnectionResetError):
+            if data := self.socket.recv(1 << 16):
+                *lines, self._buffer = (self._buffer + data).split(b"\n")
+                return lines
+        return None
 
 
 def main() -> None:
     """Run the zygote, the entry of its process; in a process that it forks, run the worker."""
-    start = _Zygote(decode_message(sys.argv[1], Setup)).serve()
-    if start is not None:
+    if (start := _Zygote(decode_message(sys.argv[1], Setup)).serve()) is not None:
         _become(start)
 
 
@@ -513,20 +509,14 @@ class _Zygote:
         The others are orphans: a process that a worker started is the zygote's child once the worker ends. A process
         that has left the worker's process group lives until `_end`.
         """
-        while True:
-            try:
-                found = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-            except ChildProcessError:
-                return
-            if found is None:
-                return
-            if found.si_pid in self._workers:
-                _kill_group(found.si_pid)  # before waitpid, after which the number may be another process's
-            _, status = os.waitpid(found.si_pid, 0)
-            name = self._workers.pop(found.si_pid, None)
-            if name is not None:
-                _read_last_words(*self._unread.pop(found.si_pid))
-                self._line.send(ProcessEnded(name, os.waitstatus_to_exitcode(status)))
+        with contextlib.suppress(ChildProcessError):  # there is no child left
+            while found := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+                if found.si_pid in self._workers:
+                    _kill_group(found.si_pid)  # before waitpid, after which the number may be another process's
+                _, status = os.waitpid(found.si_pid, 0)
+                if (name := self._workers.pop(found.si_pid, None)) is not None:
+                    _read_last_words(*self._unread.pop(found.si_pid))
+                    self._line.send(ProcessEnded(name, os.waitstatus_to_exitcode(status)))
 
     def _end(self, keep_folder: bool = False) -> None:
         """Kill every process that was started from here, remove the run directory unless told to keep it, and exit."""
@@ -556,8 +546,7 @@ def leave_last_words(streams: Sequence[int]) -> None:
 
     Only the first call does something.
     """
-    number = os.environ.pop(LAST_WORDS, None)
-    if number is not None:
+    if (number := os.environ.pop(LAST_WORDS, None)) is not None:
         with socket.socket(fileno=int(number)) as line:
             # The zygote receives this message after the worker's death, so until then only the worker reads the pipes.
             socket.send_fds(line, [b"!"], list(streams))
@@ -624,11 +613,10 @@ def _is_safe_to_fork(within: float = _THREAD_ENDS_WITHIN) -> bool:
 
 
 def _threads() -> int:
-    try:
+    with contextlib.suppress(OSError):
         # C libraries' threads count, too: Python's count lacks them.
         return len(os.listdir("/proc/self/task"))
-    except OSError:
-        return threading.active_count()
+    return threading.active_count()
 
 
 def _children() -> list[int]:
