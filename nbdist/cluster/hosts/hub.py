@@ -15,7 +15,6 @@ import contextlib
 import ipaddress
 import itertools
 import logging
-import os
 import secrets
 import socket
 import threading
@@ -126,12 +125,10 @@ class Hub:
         except BaseException:  # Ctrl-C, too: the agent and its threads would stay
             self.agent.close("the entrance could not open")
             raise
-        self._texts.serve_at(self.entrance.address.removeprefix("tcp://"))
-
-    @property
-    def meeting(self) -> str:
+        place = self.entrance.address.removeprefix("tcp://")
+        self._texts.serve_at(place)
+        self.meeting = f"nbdist://{place}/members"
         """The ``init_method`` of the RPC world of the workers."""
-        return f"nbdist://{self.entrance.address.removeprefix('tcp://')}/members"
 
     def invite(self, seconds: float, uses: int) -> Invitation:
         """Return a new invitation for ``uses`` workers, valid for ``seconds``; UsageError unless both are positive."""
@@ -148,10 +145,6 @@ class Hub:
     def call(self, member: KeeperMember, method: str, *arguments: Any, timeout: float = -1.0) -> Future[Any]:
         """Call a method of a keeper; return the future of its result."""
         return self.agent.at(member.record.name, "keeper").call(method, *arguments, timeout=timeout)
-
-    def hear_from(self, member: KeeperMember) -> Future[Any]:
-        """Return a future that is done once a keeper has answered or is lost. Raises WorkerLost if it is gone."""
-        return self.agent.call(member.record.name, os.getpid)
 
     def close(self) -> None:
         """Close the entrance and leave the keepers, which end if they have not yet."""

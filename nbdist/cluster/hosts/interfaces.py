@@ -41,21 +41,20 @@ def interface_of(address: str) -> str | None:
         wanted = ipaddress.ip_address(address)
     except ValueError:
         return None
-    if wanted.version == 6:
-        with contextlib.suppress(OSError):
-            for line in Path("/proc/net/if_inet6").read_text().splitlines():
-                digits, *_, name = line.split()
-                if ipaddress.IPv6Address(int(digits, 16)) == wanted:
-                    return name
-        return None
     with contextlib.suppress(OSError):
-        for name, found in _addresses():
+        for name, found in _addresses_of_version_4() if wanted.version == 4 else _addresses_of_version_6():
             if found == wanted:
                 return name
-    return _LOOPBACK if wanted.is_loopback else None
+    return _LOOPBACK if wanted.version == 4 and wanted.is_loopback else None
 
 
-def _addresses() -> Iterator[tuple[str, ipaddress.IPv4Address]]:
+def _addresses_of_version_6() -> Iterator[tuple[str, ipaddress.IPv6Address]]:
+    for line in Path("/proc/net/if_inet6").read_text().splitlines():
+        digits, *_, name = line.split()
+        yield name, ipaddress.IPv6Address(int(digits, 16))
+
+
+def _addresses_of_version_4() -> Iterator[tuple[str, ipaddress.IPv4Address]]:
     room = 64
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
         while True:

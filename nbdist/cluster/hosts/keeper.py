@@ -192,17 +192,16 @@ class Keeper:
         """
         setup, folder = WorkerSetup.decode(encoded), self._launcher.folder
         with self._lock:
-            place = self._given.get(setup.name)
-            if place is None:
+            if setup.name not in self._given:
                 free = set(range(self._room)) - set(self._given.values())
                 # The place of its ``local_rank`` if that is free, else the first free one.
-                place = self._given[setup.name] = setup.local_rank if setup.local_rank in free else min(free)
+                self._given[setup.name] = setup.local_rank if setup.local_rank in free else min(free)
+            place = self._first + self._given[setup.name]
         ip = str(folder / Path(connection["ip"]).name)
         file = folder / f"{Path(connection['ip']).name}.json"
         file.touch(mode=0o600)  # before the key is in it
         here = {**connection, "ip": ip}  # other sockets, the same key
         file.write_bytes(msgspec.json.encode(here))
-        place += self._first
         gpu = self._gpus[place % len(self._gpus)] if self._gpus else None
         local = msgspec.structs.replace(
             setup,

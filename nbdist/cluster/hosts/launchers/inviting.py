@@ -13,6 +13,7 @@ A worker whose process has ended keeps its place at its keeper: its place is not
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 
@@ -22,6 +23,7 @@ from nbdist.cluster.processes.launchers.contract import OnEnd, StartedWorker
 from nbdist.cluster.processes.setup import WorkerSetup
 from nbdist.cluster.spec import Spec
 from nbdist.errors import NbdistError, WorkerLost
+from nbdist.rpc.asking import ask_each
 
 
 class InvitingLauncher(RemoteLauncher):
@@ -52,14 +54,8 @@ class InvitingLauncher(RemoteLauncher):
         # The hub notices only after 12 seconds that another host is gone. Until then its workers would keep their
         # places, and who comes for one of these would become a new worker.
         with self.hub.lock:
-            members = list(self.hub.members)
-        asked = []
-        for member in members:
-            with contextlib.suppress(NbdistError):  # it is lost by now
-                asked.append(self.hub.hear_from(member))
-        for answer in asked:
-            with contextlib.suppress(NbdistError):
-                answer.wait()
+            names = [member.record.name for member in self.hub.members]
+        ask_each(self.hub.agent, os.getpid, dict.fromkeys(names, ()))
 
     def _is_invited(self, member: KeeperMember) -> bool:
         """Return whether a keeper came with one of the user's invitations, and not with one of the launcher's own."""

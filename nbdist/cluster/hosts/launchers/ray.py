@@ -161,10 +161,9 @@ class RayLauncher(RemoteLauncher):
             died = isinstance(error, self._ray.exceptions.RayActorError)
             why = str(error).strip().partition("\n")[0].rstrip(".")
         with self._lock:
-            if self.actors.get(name) is not placed:
-                return  # its keeper was lost, or the cluster ends
-            if placed.token in self.hub.came:
-                return  # the keeper has joined, and the hub notices its end
+            if self.actors.get(name) is not placed or placed.token in self.hub.came:
+                # Its keeper was lost, or the cluster ends; or the keeper has joined, and the hub notices its end.
+                return
             del self.actors[name]
             self._died[name] += died
             # Ray takes half a minute to notice that a node is frozen or cut off, and still places actors there, which

@@ -44,7 +44,9 @@ from nbdist.cluster.processes.setup import WorkerSetup
 from nbdist.cluster.processes.worker_processes import Processes
 from nbdist.cluster.spec import Spec
 from nbdist.errors import NbdistError, UsageError, WorkerLost
+from nbdist.rpc.asking import ask_each
 from nbdist.rpc.futures import Future as RpcFuture
+from nbdist.rpc.named import call_method
 
 _STARTS_WITHIN = 600.0  # seconds for a keeper to start a worker; `Lifecycle` applies the user's limit, usually shorter
 _ENDS_WITHIN = 10.0  # seconds for all keepers to end their workers
@@ -123,14 +125,11 @@ class RemoteLauncher:
                 on_end=self._on_worker_end,
                 on_parcels=self._on_parcels,
             )
+            self.rpc = {"init_method": self.hub.meeting, "secret": self.hub.secret, "host": host}
+            """The options with which this process's agent joins the RPC world, whose members meet at the hub."""
             undo.pop_all()
 
     # -- the contract -------------------------------------------------------------------------
-
-    @property
-    def rpc(self) -> Mapping[str, Any]:
-        """The options with which this process's agent joins the RPC world: its members find each other at the hub."""
-        return {"init_method": self.hub.meeting, "secret": self.hub.secret, "host": self.hub.host}
 
     def preload(self, modules: Sequence[str]) -> Future[None]:
         """Let each keeper import modules before it starts its first worker.
@@ -242,17 +241,13 @@ class RemoteLauncher:
                 self.wanted.clear()
             for start in starts:
                 start.future.cancel()
-            ending = [(member, self.hub.call(member, "end", timeout=_ENDS_WITHIN)) for member in members]
-            left = 0
-            for member, end in ending:
-                try:
-                    end.wait()
-                except WorkerLost:
-                    pass  # the keeper has ended before it could send its answer
-                except Exception:  # no answer in time, or the keeper's error: its workers may live
-                    with self._lock:
-                        left += sum(start.member is member for start in self.placed.values())
-        return left
+            asked = {member.record.name: ("keeper", "end") for member in members}
+            ended = ask_each(self.hub.agent, call_method, asked, timeout=_ENDS_WITHIN, label="keeper.end")
+            # A lost keeper has ended before it could send its answer. Without another answer, its workers may live.
+            silent = {name for name, error in ended.errors.items() if not isinstance(error, WorkerLost)}
+            with self._lock:
+                placed = [start.member for start in self.placed.values()]
+        return sum(member is not None and member.record.name in silent for member in placed)
 
     def _close_relays(self) -> None:
         with self._lock:
