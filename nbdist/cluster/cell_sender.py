@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -148,11 +149,10 @@ class CellSender:
             return
 
         def ask(worker: str, token: str) -> bool:
-            try:
+            with contextlib.suppress(NbdistError):
                 self.agent.at(worker, "output").call("fence", token, timeout=_OUTPUT_ARRIVES_WITHIN)
-            except NbdistError:
-                return False
-            return True
+                return True
+            return False
 
         within = _OUTPUT_ARRIVES_WITHIN if patience is None or not sink.interactive else patience
         self.router.settle(origin, [worker for worker in self.team.workers if worker.alive], ask, within)

@@ -129,8 +129,7 @@ class Interrupts:
     def _signal(self, part: CellPart) -> None:
 
         def wake() -> None:
-            kernel = self._team.find(part.worker).kernel
-            if not part.done and kernel is not None:
+            if not part.done and (kernel := self._team.find(part.worker).kernel) is not None:
                 kernel.send("kernel_info_request", {})  # a waiting event loop notices a signal with its next event
 
         if not part.done:

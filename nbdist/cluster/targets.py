@@ -47,10 +47,8 @@ def parse_targets(text: str, names: Sequence[str]) -> list[int]:
         raise UsageError("[] names no worker; write a rank, such as 0, or all")
     if inner in _ALL:
         return list(range(len(names)))
-    found: dict[int, None] = {}
-    for part in inner.split(","):
-        found.update(dict.fromkeys(_parse_one(part.strip(), text.strip(), names)))
-    return list(found)
+    ranks = (rank for part in inner.split(",") for rank in _parse_one(part.strip(), text.strip(), names))
+    return list(dict.fromkeys(ranks))
 
 
 def means_all(targets: object) -> bool:

@@ -86,9 +86,6 @@ def _say_call(frame: FrameType) -> str:
     code, file = frame.f_code, frame.f_code.co_filename
     space = "dist." if is_torchs(file, "distributed") else "rpc." if is_nbdists(file, "rpc") else ""
     parameters = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
-    told = []
-    for name in _SHOWN_ARGUMENTS:
-        value = frame.f_locals.get(name) if name in parameters else None
-        if isinstance(value, int | str):
-            told.append(f"{name}={value!r}")
+    values = {name: frame.f_locals.get(name) for name in _SHOWN_ARGUMENTS if name in parameters}
+    told = [f"{name}={value!r}" for name, value in values.items() if isinstance(value, int | str)]
     return f"{space}{code.co_qualname}({', '.join(told)})"

@@ -113,8 +113,7 @@ class WorkerChanges:
         `close`.
         """
         with self._alone():
-            present = self._team.workers
-            found = [worker for worker in present if worker.name == name and worker.incarnation == incarnation]
+            found = [each for each in self._team.workers if (each.name, each.incarnation) == (name, incarnation)]
             if not found or self._is_closed:
                 return
             try:
