@@ -74,6 +74,8 @@ class Lifecycle:
     ) -> None:
         self._spec, self._backend, self._workers, self._thread = spec, backend, workers, thread
         self._listener, self._reached_step, self._ended, self._is_member = listener, reached, ended, is_member
+        self.has_group = backend != "none"
+        """True if the workers form a process group."""
         self._group_is_due = False  # True if the group must form anew once all are idle; for the kernel thread only
         self._is_ending = False
         self._coming: list[Worker] = []  # those that are starting to join the cluster: see `bring_in`
@@ -94,11 +96,6 @@ class Lifecycle:
         except BaseException:  # Ctrl-C, too: the zygote or the hub would stay
             self.launcher.close()
             raise
-
-    @property
-    def has_group(self) -> bool:
-        """Return whether the workers form a process group: the backend is not none."""
-        return self._backend != "none"
 
     # -- up -----------------------------------------------------------------------------------
 
@@ -475,15 +472,12 @@ class Lifecycle:
         """
         why = f"was restarted, because {because}" if because else "was restarted"
 
-        def is_gone(worker: Worker) -> bool:
-            return worker.ended.is_set() and not self._is_member(worker.name)
-
         async def kill() -> None:
             for worker in workers:
                 self.launcher.signal(worker.name, signal.SIGKILL)  # also a lost worker's: its process may live
                 worker.lose(why, "run the cell again")
                 self.generations.lose(worker.name, f"{worker.name} {why}")
-            while not all(map(is_gone, workers)):
+            while not all(worker.ended.is_set() and not self._is_member(worker.name) for worker in workers):
                 await asyncio.sleep(_POLL)
 
         self._in_time(kill(), deadline, "the killed workers have not ended")

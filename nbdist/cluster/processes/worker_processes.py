@@ -103,6 +103,8 @@ class Processes:
                     env=None if environment is None else dict(environment),
                 )
             undo.pop_all()
+        self.pid = self._process.pid
+        """The zygote's process id."""
         self.line = zygote.MessageSocket(ours)
         """The line to the zygote. Only the thread `_send_all` sends on it."""
         self._thread = threading.Thread(target=self._read, name="nbdist-processes", daemon=True)
@@ -166,11 +168,6 @@ class Processes:
         """The pids of the workers that live, by name, as far as the zygote has reported."""
         with self._lock:
             return dict(self._living)
-
-    @property
-    def pid(self) -> int:
-        """The zygote's process id."""
-        return self._process.pid
 
     @property
     def usable(self) -> bool:
@@ -241,9 +238,8 @@ class Processes:
 
     def _imported(self, event: zygote.Preloaded) -> None:
         if not event.forks:
-            why = (
-                "one of them has begun a thread, or uses a GPU" if self.ready().forks else "workers are not forked here"
-            )
+            forked_before = self.ready().forks
+            why = "one of them has begun a thread, or uses a GPU" if forked_before else "workers are not forked here"
             _log.warning("each worker has to import the modules to preload by itself: %s", why)
         if self._preloading.set_running_or_notify_cancel():
             if event.complaints:

@@ -56,7 +56,7 @@ class _Start:
     """One start of a worker: its setup, its keeper, and its progress."""
 
     def __init__(self, setup: WorkerSetup, connection: dict[str, Any], environment: dict[str, str]) -> None:
-        self.setup = setup
+        self.name, self.setup = setup.name, setup  # the worker's
         self.connection = connection
         self.environment = environment
         self.future: Future[StartedWorker] = Future()
@@ -65,11 +65,6 @@ class _Start:
         self.runs = False  # True once the worker's process runs
         # The exit code of the process, or a text, if the keeper reported its end before its start; else None.
         self.how: int | str | None = None
-
-    @property
-    def name(self) -> str:
-        """The worker's name."""
-        return self.setup.name
 
 
 class RemoteLauncher:
@@ -303,10 +298,8 @@ class RemoteLauncher:
             relay = Relay.before_notebook(start.connection, carry)
             with self._lock:
                 self._relays[name] = relay
-            asked = self.hub.call(
-                member, "start", setup.encode(), start.connection, start.environment, timeout=_STARTS_WITHIN
-            )
-            place = asked.wait()
+            arguments = setup.encode(), start.connection, start.environment
+            place = self.hub.call(member, "start", *arguments, timeout=_STARTS_WITHIN).wait()
         except BaseException as error:  # the keeper's, RPC's, those of packing code: a caller waits for the future
             is_lost = isinstance(error, WorkerLost) and self.hub.has_lost(member)
             was_mine = self._take_out(start)
