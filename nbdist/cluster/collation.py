@@ -62,8 +62,7 @@ class Collation:
         for worker in self._workers:
             if worker.alive:
                 with contextlib.suppress(NbdistError):  # it is dying
-                    at = self._agent.at(worker.name, "collectives")
-                    asked[worker.name] = at.call("histories", timeout=within)
+                    asked[worker.name] = self._agent.at(worker.name, "collectives").call("histories", timeout=within)
         return asked
 
     def conclude(

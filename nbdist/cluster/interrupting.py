@@ -104,11 +104,10 @@ class Interrupts:
         for cell, part in work:
             if part.began is None and self._is_next(cell, part):
                 self._stop_next(part)
-        called_off = [self._call_off(part) for cell, part in work if not self._is_next(cell, part)]
+        asked = [self._call_off(part) for cell, part in work if not self._is_next(cell, part)]
+        called_off = [each for each in asked if each is not None]
         # Call cells off before any signal: once the signalled cell ends, the worker begins the next one.
-        await _wait_until(
-            lambda: all(future is None or future.done() for future in called_off), began + _SKIP_CONFIRMED_WITHIN
-        )
+        await _wait_until(lambda: all(each.done() for each in called_off), began + _SKIP_CONFIRMED_WITHIN)
         for part in running:
             self._signal(part)
         parts = [part for _, part in work]

@@ -108,9 +108,8 @@ class Lookout:
             return
         now = time.monotonic()
         held: dict[str, str] = {}
-        self._probes = {
-            each.worker: self._probes[each.worker] for each in self._running() if each.worker in self._probes
-        }
+        running = {part.worker for part in self._running()}
+        self._probes = {worker: probe for worker, probe in self._probes.items() if worker in running}
         in_collective = self._is_blind = False
         for part in self._running():
             found, answer = None, asked.get(part.worker)

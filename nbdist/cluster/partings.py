@@ -127,10 +127,8 @@ def _lack(members: Mapping[str, GroupHistory], names: Sequence[str], at_rest: bo
     absent = [worker for worker, history in members.items() if history.last < number]
     waits = {worker: wait for worker, history in members.items() for wait in history.waits if wait.number == number}
     counts = not any(members[worker].busy for worker in absent) if at_rest else bool(waits)
-    if len(absent) == len(members) or not counts:
-        return None
     there = {worker: history for worker, history in members.items() if history.first <= number <= history.last}
-    if not there:  # their recorders have dropped it
+    if not there or not counts:  # nobody has called it, or their recorders have dropped it
         return None
     given = [history.kinds[history.given[number - history.first]] for history in there.values()]
     places = " and ".join(dict.fromkeys(each.place for each in given if each.place))

@@ -94,17 +94,13 @@ class Stands:
         said = [f"{worker} {why}" for worker, why in held.items()]
         for (call, line), workers in grouped(waiting, lambda worker: (last[worker].call, last[worker].line)).items():
             since = min(self._since[worker] for worker in workers)
-            said.append(
-                f"{say_names(workers)} {plural(len(workers), 'waits', 'wait')} in {call}, {line}, {now - since:.0f} s"
-            )
+            verb = plural(len(workers), "waits", "wait")
+            said.append(f"{say_names(workers)} {verb} in {call}, {line}, {now - since:.0f} s")
         for worker in mute:
             seconds, at = f"{now - self._silent[worker]:.0f} s", self._places.get(worker)
             cell = f" (its cell is at {at})" if at else ""
-            said.append(
-                f"{worker} does not answer, {seconds}"
-                if at is None
-                else f"{worker} has not released the GIL for {seconds}{cell}"
-            )
+            why = "does not answer," if at is None else "has not released the GIL for"
+            said.append(f"{worker} {why} {seconds}{cell}")
         computing = [worker for worker in running if worker not in (*waiting, *held, *mute)]
         places = {worker: f" at {found.line}" for worker, found in last.items()}
         for at, workers in grouped(computing, lambda worker: places.get(worker, "")).items():

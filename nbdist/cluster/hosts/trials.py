@@ -82,9 +82,7 @@ class TrialWay:
     def unreached_from_there(self) -> str:
         """Return why the notebook's host cannot connect to a free port of this host; an empty text if it can."""
         family = socket.AF_INET6 if ":" in self.own_address else socket.AF_INET
-        with socket.socket(family) as door:
-            door.bind((self.own_address, 0))
-            door.listen()
+        with socket.create_server((self.own_address, 0), family=family) as door:
             port = door.getsockname()[1]
             unreached = self._try(port=port, host=self.own_address).unreached
         return f"{self.own_address}:{port}: {unreached}" if unreached else ""

@@ -31,12 +31,11 @@ class JoinLauncher(InvitingLauncher):
     def advice(self) -> str:
         """Return how to start the workers that are missing."""
         count = self._missing()
-        if not count:
-            return ""
-        return (
+        said = (
             f"{counted(count, 'worker')} must be started: {how_to_join(self._file)}; if that invitation is used up, "
             "write another one with %dist_invite"
         )
+        return said if count else ""
 
     def close(self) -> int:
         """End all workers, and remove the run directory and the invitation."""

@@ -98,11 +98,8 @@ class OpenLocalLauncher(InvitingLauncher):
         """Return how to start missing workers of other hosts, or ""; workers of this host start by themselves."""
         with self._lock:
             missing = [name for name in {*self.wanted, *self._missed} if self._needs_invited(self._ranks[name])]
-        return (
-            f"{counted(len(missing), 'worker')} must join again: write an invitation with %dist_invite"
-            if missing
-            else ""
-        )
+        said = f"{counted(len(missing), 'worker')} must join again: write an invitation with %dist_invite"
+        return said if missing else ""
 
     def close(self) -> int:
         """End all workers and this host's keeper, and remove the run directory."""

@@ -197,9 +197,8 @@ class RayLauncher(RemoteLauncher):
     def advice(self) -> str:
         """Return a text that tells where to look if workers have not joined; empty if no worker is missing."""
         missing = self._missing()
-        if not missing:
-            return ""
-        return f"Ray has reserved room for {counted(missing, 'worker')} that did not join: see Ray's worker logs"
+        said = f"Ray has reserved room for {counted(missing, 'worker')} that did not join: see Ray's worker logs"
+        return said if missing else ""
 
     def close(self) -> int:
         """End all workers, give back the room that Ray has reserved, and end Ray if this launcher has started it."""

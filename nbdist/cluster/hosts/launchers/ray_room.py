@@ -46,9 +46,8 @@ def wait_for_room(ray: Any, group: Any, needs: Mapping[str, float], count: int, 
             shown = line
             show(line)
     if shown:
-        show(
-            f"Ray's autoscaler has started {counted(len(_living(ray)) - before, 'node')}: there is room for all workers"
-        )
+        started = counted(len(_living(ray)) - before, "node")
+        show(f"Ray's autoscaler has started {started}: there is room for all workers")
 
 
 def nodes_starting(ray: Any) -> int:
