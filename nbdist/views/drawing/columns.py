@@ -8,10 +8,11 @@ across several columns has a narrow place of its own in each of them, so it pass
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from nbdist.autograd.graph.events import Key
+from nbdist.cluster.output.arranger import grouped
 from nbdist.views.drawing.folding import Box, Diagram
 
 BOX = 22  # the height of a box
@@ -58,7 +59,10 @@ class Columns:
             self._sources[line.target].append(line.source)
             self._targets[line.source].append(line.target)
         self._hosts = self._find_hosts()
-        self.items = {key: self._item(key) for key in self._boxes if key not in self._hosts}  # by their topmost box
+        # By their topmost box. The column of each is set later.
+        self.items = {
+            key: Item(key[0], 0, 0.0, list(self._pile(key, 0))) for key in self._boxes if key not in self._hosts
+        }
         self._passing: dict[Key, list[Item]] = {}
         self._set_columns()
         self._join()
@@ -111,18 +115,12 @@ class Columns:
             key = self._hosts[key]
         return key
 
-    def _item(self, key: Key) -> Item:
-        """Return a new item, whose column is not set yet: a box, with all boxes that hang below it."""
-        boxes: list[tuple[Box, int]] = []
-
-        def add(each: Key, depth: int) -> None:
-            boxes.append((self._boxes[each], depth))
-            for source in dict.fromkeys(self._sources[each]):
-                if self._hosts.get(source) == each:
-                    add(source, depth + 1)
-
-        add(key, 0)
-        return Item(key[0], 0, 0.0, boxes)
+    def _pile(self, key: Key, depth: int) -> Iterator[tuple[Box, int]]:
+        """Yield a box and all boxes that hang below it, top down, each with its depth of indentation."""
+        yield self._boxes[key], depth
+        for source in dict.fromkeys(self._sources[key]):
+            if self._hosts.get(source) == key:
+                yield from self._pile(source, depth + 1)
 
     # -- columns and the order in them --------------------------------------------------------
 
@@ -184,9 +182,8 @@ class Columns:
         """Return the items of each column and lane from top to bottom, ordered so that few lines cross."""
         # Each sweep over the columns, forth and back, sorts each item beside the items that it is connected with.
         everything = [*self.items.values(), *(each for row in self._passing.values() for each in row)]
-        cells: dict[tuple[int, str], list[Item]] = {}
-        for item in sorted(everything, key=lambda item: item.order):
-            cells.setdefault((item.column, item.lane), []).append(item)
+        in_order = sorted(everything, key=lambda item: item.order)
+        cells = grouped(in_order, lambda item: (item.column, item.lane))
         lane = {worker: number for number, worker in enumerate(self.workers)}
         for cell in cells.values():
             _set_order(cell)

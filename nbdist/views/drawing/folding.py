@@ -16,12 +16,14 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
 from nbdist.autograd.graph.events import Key
+from nbdist.cluster.output.arranger import grouped
 
 if TYPE_CHECKING:
     from nbdist.autograd.graph.traces import Edge, NodeInfo, Trace
@@ -79,16 +81,15 @@ def name_of(node: NodeInfo) -> str:
 
 def crossings(trace: Trace) -> Iterator[tuple[Edge, Key, Key]]:
     """Yield each edge, once for each tensor sent on it, with the node that made the tensor and the receive node."""
-    received: dict[int, dict[int, list[Key]]] = {}
+    received: dict[tuple[int | None, int], list[Key]] = {}  # by message, and the tensor's index in it
     for worker, nodes in trace.nodes.items():
         for node in nodes:
-            if node.message is not None:
-                for index in node.tensors:
-                    received.setdefault(node.message, {}).setdefault(index, []).append((worker, node.number))
+            for index in node.tensors:  # of a receive; other nodes have none
+                received.setdefault((node.message, index), []).append((worker, node.number))
     for edge in trace.edges:
-        targets = received.get(edge.autograd_message_id, {})
         for index, source in enumerate(edge.sources):
-            yield from ((edge, (edge.sender, source), target) for target in targets.get(index, []))
+            for target in received.get((edge.autograd_message_id, index), ()):
+                yield edge, (edge.sender, source), target
 
 
 def diagram_of(trace: Trace) -> Diagram:
@@ -126,31 +127,28 @@ class _Graph:
             for worker, nodes in trace.nodes.items():
                 for one, other in itertools.pairwise(sorted(node.number for node in nodes)):
                     self.earlier[worker, other].append((worker, one))
-        self.order: list[Key] = []
-        self._sort()
+        self.order = self._sorted()
         for key in self.order:
             for source in self.before[key]:
                 self.after[source].append(key)
         self.sent = {source for _, source, _ in self.crossings}
-        paths = {key: (node.module or "").split(".") for key, node in self.nodes.items() if node.kind == "operation"}
-        self._paths = paths
-        self.depth = max(map(len, paths.values()), default=0)
+        self._paths = {
+            key: (node.module or "").split(".") for key, node in self.nodes.items() if node.kind == "operation"
+        }
+        self.depth = max(map(len, self._paths.values()), default=0)
 
-    def _sort(self) -> None:
-        """Fill `order`, depth first."""
-        done = set[Key]()
+    def _sorted(self) -> list[Key]:
+        """Return the nodes depth first, each after the nodes of `earlier`."""
+        order: dict[Key, None] = {}
         for start in self.nodes:
             stack = [start]
             while stack:  # not by recursion: graphs are deeper than Python's stack
                 key = stack[-1]
-                missing = [other for other in self.earlier[key] if other not in done] if key not in done else []
-                if missing:
-                    stack += reversed(missing)
-                    continue
-                stack.pop()
-                if key not in done:
-                    done.add(key)
-                    self.order.append(key)
+                missing = [other for other in self.earlier[key] if other not in order] if key not in order else []
+                stack += reversed(missing)
+                if not missing:
+                    order[stack.pop()] = None  # a node that is there already keeps its place
+        return list(order)
 
     def module(self, key: Key, depth: int) -> str:
         """Return the first ``depth`` names of the path of an operation's module, ``encoder.0``; "" if it has none."""
@@ -166,35 +164,26 @@ class _Graph:
         """
         aside = {key for key in self.order if self._is_aside(key)}
         longest = max(2, math.ceil(len(self.order) / _MOST_BOXES * 2))
-        found: list[list[Key]] = []
-        of: dict[Key, int] = {}
-        last: dict[str, tuple[str, int]] = {}
+        numbers = itertools.count()
+        of: dict[Key, int] = {}  # the number of each node's run
+        sizes = Counter[int]()
+        last: dict[str, tuple[str | None, int]] = {}  # the group and the number of each worker's last run
         for key in self.order:
             if key in aside:
                 continue
-            if self.nodes[key].kind != "operation":  # it ends a run, so no run depends on itself through another worker
-                of[key] = len(found)
-                found.append([key])
-                last.pop(key[0], None)
-                continue
-            name = group(key)
-            before, run = last.get(key[0], ("", -1))
-            if run < 0 or before != name or (not name and len(found[run]) >= longest):
-                run = len(found)
-                found.append([])
-                last[key[0]] = name, run
+            # None for other nodes: each ends a run, so that no run depends on itself through another worker.
+            name = group(key) if self.nodes[key].kind == "operation" else None
+            before, run = last.get(key[0], (None, -1))
+            if name is None or before != name or (not name and sizes[run] >= longest):
+                run = next(numbers)
+            last[key[0]] = name, run
             of[key] = run
-            found[run].append(key)
+            sizes[run] += 1
         for key in reversed(self.order):  # the users of a node come later in the order, so they are placed already
             if key in aside:
                 users = {of[other] for other in self.after[key]}
-                run = users.pop() if len(users) == 1 else -1
-                if run < 0:
-                    run = len(found)
-                    found.append([])
-                of[key] = run
-                found[run].append(key)
-        return found
+                of[key] = users.pop() if len(users) == 1 else next(numbers)
+        return list(grouped(of, of.__getitem__).values())
 
     def _is_aside(self, key: Key) -> bool:
         """Return whether a node is a leaf, or made from one leaf alone, and is used on its own worker only."""
@@ -216,9 +205,7 @@ class _Graph:
                 distance[key] = min(distance[other] for other in self.after[key])
         ranges = min(_MOST_RANGES, max(1, 2 * _MOST_BOXES // len(self.workers)))
         size = (max(distance.values()) + 1) / ranges
-        found: dict[tuple[str, int], list[Key]] = {}
-        for key in self.order:
-            found.setdefault((key[0], int(distance[key] / size)), []).append(key)
+        found = grouped(self.order, lambda key: (key[0], int(distance[key] / size)))
         diagram = self.diagram(found.values())
         return Diagram(diagram.boxes, diagram.lines, {keys[0]: number for (_, number), keys in found.items()})
 
@@ -233,22 +220,18 @@ class _Graph:
             boxes[keys[0][0]].append(self._box(keys))
         for each in boxes.values():
             each.sort(key=lambda box: place[box.key])
-        ways: dict[tuple[Key, Key, bool], list[tuple[Key, Key]]] = {}
-        edges: dict[tuple[Key, Key, bool], dict[int, Edge]] = {}
-        between = set()
-        for edge, source, target in self.crossings:
-            line = first[source], first[target], True
-            between.add((source, target))
-            ways.setdefault(line, []).append((source, target))
-            edges.setdefault(line, {})[edge.autograd_message_id] = edge
+        ways: list[tuple[Key, Key, Edge | None]] = [(source, target, edge) for edge, source, target in self.crossings]
+        between = {(source, target) for source, target, _ in ways}
         for target in self.order:  # pairs that a message connects have their line already
             for source in self.before[target]:
                 if first[source] != first[target] and (source, target) not in between:
-                    ways.setdefault((first[source], first[target], False), []).append((source, target))
-        lines = [
-            DrawnLine(source, target, tuple(each), tuple(edges.get((source, target, across), {}).values()))
-            for (source, target, across), each in ways.items()
-        ]
+                    ways.append((source, target, None))
+        lines = []
+        for each in grouped(ways, lambda way: (first[way[0]], first[way[1]], way[2] is not None)).values():
+            source, target, _ = each[0]
+            edges = {edge.autograd_message_id: edge for _, _, edge in each if edge is not None}
+            pairs = tuple((one, other) for one, other, _ in each)
+            lines.append(DrawnLine(first[source], first[target], pairs, tuple(edges.values())))
         return Diagram(boxes, lines, in_order=self.in_order)
 
     def _box(self, keys: tuple[Key, ...]) -> Box:
@@ -257,11 +240,8 @@ class _Graph:
             return Box(keys[0][0], keys, node.kind, name_of(node))
         operations = [self.nodes[key] for key in keys if self.nodes[key].kind == "operation"]
         modules = [each.module.split(".") if each.module else [] for each in operations]
-        shared: list[str] = []
-        for parts in zip(*modules, strict=False):
-            if len(set(parts)) > 1:
-                break
-            shared.append(parts[0])
+        alike = itertools.takewhile(lambda names: len(set(names)) == 1, zip(*modules, strict=False))
+        shared = [names[0] for names in alike]
         names = [name_of(each) for each in operations]
         if shared:  # the innermost module that all operations share, without the outermost one's class
             name = ".".join(shared[1:]) or shared[0]

@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from nbdist.autograd.graph.events import Key
+from nbdist.cluster.output.arranger import grouped
 from nbdist.views.drawing.columns import BOX, ROW, Columns, Item
 from nbdist.views.drawing.folding import Box, Diagram
 
@@ -93,18 +94,9 @@ def lay_out(diagram: Diagram, width_of: Callable[[Box], float], left: float, wid
     cells = columns.cells()
     found = Layout()
     count = max((column for column, _ in cells), default=-1) + 1
-    widths = [
-        max(
-            [6.0]  # of a column that only lines pass
-            + [
-                depth * _INDENT + width_of(box)
-                for worker in columns.workers
-                for item in cells.get((column, worker), [])
-                for box, depth in item.boxes
-            ]
-        )
-        for column in range(count)
-    ]
+    widths = [6.0] * count  # of a column that only lines pass
+    for item in columns.items.values():
+        widths[item.column] = max(widths[item.column], *(depth * _INDENT + width_of(box) for box, depth in item.boxes))
     rows = _rows(widths, widest - left - _RIGHT)
     starts: list[float] = []
     row_of: list[int] = []
@@ -155,8 +147,8 @@ def _route(diagram: Diagram, columns: Columns, found: Layout, grid: _Grid) -> No
         strokes = [points]
         column, y = source.column, start.middle
         for item in [*columns.places_between(line.source, target), target]:
-            points.append((max(points[-1][0], grid.right(column)), y))
-            new = end.middle if item is target else grid.top(item) + item.y + item.port
+            points.append((max(points[-1][0], grid.starts[column] + grid.widths[column]), y))
+            new = end.middle if item is target else grid.tops[grid.row_of[item.column], item.lane] + item.y + item.port
             if grid.row_of[item.column] != grid.row_of[column]:
                 letter = letters.setdefault((item.column, line.source), _letter(item.column, letters))
                 points.append((found.width - 4, y))
@@ -169,10 +161,8 @@ def _route(diagram: Diagram, columns: Columns, found: Layout, grid: _Grid) -> No
         points.append((end.x, y))
         found.routes.append(strokes)
     # Lines that break off or continue at one place have one mark with all their letters there.
-    at: dict[Point, list[str]] = {}
-    for mark in found.marks:
-        at.setdefault((mark.x, mark.y), []).append(mark.letters)
-    found.marks = [BreakMark(*place, "".join(sorted(set(letters)))) for place, letters in at.items()]
+    at = grouped(found.marks, lambda mark: (mark.x, mark.y))
+    found.marks = [BreakMark(*place, "".join(sorted({mark.letters for mark in marks}))) for place, marks in at.items()]
 
 
 @dataclass(frozen=True)
@@ -184,14 +174,6 @@ class _Grid:
     widths: list[float]
     row_of: list[int]
     tops: dict[tuple[int, str], float]
-
-    def right(self, column: int) -> float:
-        """Return the right edge of a column."""
-        return self.starts[column] + self.widths[column]
-
-    def top(self, item: Item) -> float:
-        """Return the top of the lane in which an item is."""
-        return self.tops[self.row_of[item.column], item.lane]
 
 
 def _stack(cell: Sequence[Item], room: float) -> None:
