@@ -227,10 +227,10 @@ class _Graph:
                 if first[source] != first[target] and (source, target) not in between:
                     ways.append((source, target, None))
         lines = []
-        for each in grouped(ways, lambda way: (first[way[0]], first[way[1]], way[2] is not None)).values():
-            source, target, _ = each[0]
-            edges = {edge.autograd_message_id: edge for _, _, edge in each if edge is not None}
-            pairs = tuple((one, other) for one, other, _ in each)
+        for alike in grouped(ways, lambda way: (first[way[0]], first[way[1]], way[2] is not None)).values():
+            source, target, _ = alike[0]
+            edges = {edge.autograd_message_id: edge for _, _, edge in alike if edge is not None}
+            pairs = tuple((one, other) for one, other, _ in alike)
             lines.append(DrawnLine(first[source], first[target], pairs, tuple(edges.values())))
         return Diagram(boxes, lines, in_order=self.in_order)
 

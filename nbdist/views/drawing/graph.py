@@ -34,6 +34,12 @@ _NAMES_A_LINE = 12  # in one line of text
 
 _INK, _FAINT, _RULE, _GREY = "#1f2328", "#6b7280", "#d0d7de", "#8b95a1"
 _FILL = {"operation": "#eef0f3", "leaf": "#d6e8fc", "receive": "#fde6c3", "group": "#e8e3f6"}
+_KIND_WORDS = {
+    "operation": "operation",
+    "leaf": "leaf (parameter)",
+    "receive": "receive",
+    "group": f"{TIMES}n: n nodes",
+}
 # Once a pass has begun, by the state of a box: its words in the legend, its colour and that of its frame.
 _STATES = {
     "waiting": ("has not run", "#fff", _GREY),
@@ -44,6 +50,9 @@ _STATES = {
     "partly": ("partly done", "#fff", "#2f855a"),
 }
 _MESSAGE, _PATH, _ROOT, _BAD, _HALTED = "#d97706", "#8b5cf6", "#15803d", "#c53030", "#c53030"
+
+Tag = tuple[str, str, str]
+"""A small field at the right end of a box: its text, the colour of its background, the colour of its letters."""
 
 
 @dataclass(frozen=True)
@@ -87,35 +96,32 @@ def plan_as_text(plan: Plan) -> str:
     """Return a plan as lines: for each worker the nodes with the gradients that each waits for, and the messages."""
     trace = plan.trace
     total = sum(map(len, trace.nodes.values()))
-    what = "operations" if trace.of_step else "gradients"
+    inputs = "operations" if trace.of_step else "gradients"
     kind = "pipeline step" if trace.of_step else f"{plan.mode.upper()} pass"
     roots = _listed([f"{name_of(_node(trace, key))}@{key[0]}" for key in plan.roots])
     lines = [
         f"plan of a {kind} in context {trace.context_id}, from {roots or 'nowhere'}: "
-        f"{len(plan.waits_for)} of {counted(total, 'node')} take part; for how many {what} each waits:"
+        f"{len(plan.waits_for)} of {counted(total, 'node')} take part; for how many {inputs} each waits:"
     ]
     unused = {edge.autograd_message_id for edge in plan.unused}
     for worker, nodes in trace.nodes.items():
         if not trace.of_step:  # node numbers depend on which thread served a call, names do not
             nodes = sorted(nodes, key=lambda node: (_KINDS.index(node.kind), name_of(node)))
-        taking = [node for node in nodes if (worker, node.number) in plan.waits_for]
         told = [
             f"{name_of(node)} {plan.waits_for[worker, node.number]}"
             + (" (root)" if (worker, node.number) in plan.roots and not trace.of_step else "")
-            for node in taking
+            for node in nodes
+            if (worker, node.number) in plan.waits_for
         ]
         rest = [name_of(node) for node in nodes if (worker, node.number) not in plan.waits_for]
         line = f"  {worker}: {_listed(told) or 'nothing'}"
         lines.append(line + (f"; no part: {_listed(rest)}" if rest else ""))
         for edge in trace.edges:
             if edge.receiver == worker and not trace.of_step:
-                sent = f"{_tensors(edge)} ({edge.function})"
-                if edge.autograd_message_id not in unused:
-                    lines.append(f"    -> {edge.sender}: gradients of {sent}")
-                elif plan.mode == "fast":
-                    lines.append(f"    -> {edge.sender}: no gradient of {sent}, and FAST waits for one")
-                else:
-                    lines.append(f"    -> {edge.sender}: no gradient of {sent}")
+                is_unused = edge.autograd_message_id in unused
+                what = "no gradient" if is_unused else "gradients"
+                waits = ", and FAST waits for one" if is_unused and plan.mode == "fast" else ""
+                lines.append(f"    -> {edge.sender}: {what} of {_tensors(edge)} ({edge.function}){waits}")
     lines += [f"  {name} could not be asked" for name in trace.unreachable]
     return "\n".join(lines)
 
@@ -168,18 +174,18 @@ class _Drawing:
 
     def __init__(self, trace: Trace, marks: Marks | None) -> None:
         self.trace = trace
-        self.marks = marks
+        self.has_pass = marks is not None
+        self.marks = marks = marks or Marks({})
         self.nodes = {(worker, node.number): node for worker, nodes in trace.nodes.items() for node in nodes}
         self.edges = {edge.autograd_message_id: edge for edge in trace.edges}
         self.diagram: Diagram = diagram_of(trace)
         self.left = min(_NAME_COLUMN_WIDEST, 26 + 7.2 * max(map(len, trace.nodes), default=0))
         self.layout: Layout = lay_out(self.diagram, self.width_of, self.left, WIDEST)
         self.way = "time →" if trace.of_step else "forward →, gradients ←"
-        if marks is not None and not trace.of_step:
+        if self.has_pass and not trace.of_step:
             self.layout, self.way = mirrored(self.layout, self.left), "gradients →, forward ←"
-        self.steps = set(itertools.pairwise(marks.path)) if marks is not None else set()
-        self.path = set(marks.path) if marks is not None else set()
-        self.began = marks is not None and bool(marks.states)
+        self.steps = set(itertools.pairwise(marks.path))
+        self.path = set(marks.path)
 
     def svg(self) -> str:
         """Return the whole picture as an SVG document."""
@@ -221,11 +227,11 @@ class _Drawing:
 
     def state_of(self, key: Key) -> str:
         """Return the state of a node in the pass, "waiting" if it is not known; "" if no pass is drawn."""
-        return self.marks.states.get(key, "waiting") if self.marks is not None else ""
+        return self.marks.states.get(key, "waiting") if self.has_pass else ""
 
     def state_of_box(self, box: Box) -> str:
         """Return the state of a box in the pass, as of its nodes that take part; "" if there are none, or no pass."""
-        if self.marks is None or not self.began:
+        if not self.marks.states:
             return ""
         states = {self.state_of(key) for key in box.keys if key in self.marks.waits_for}
         # A box with only some nodes done is neither done nor ready; a halted or running node comes first.
@@ -235,14 +241,11 @@ class _Drawing:
 
     def takes_part(self, box: Box) -> bool:
         """Return whether some node of a box takes part in the pass; True if no pass is drawn."""
-        return self.marks is None or any(key in self.marks.waits_for for key in box.keys)
+        return not self.has_pass or any(key in self.marks.waits_for for key in box.keys)
 
-    def _tags(self, box: Box) -> list[tuple[str, str, str]]:
-        """Return the small fields at the right end of a box: text, colour of the background, colour of the letters."""
-        marks = self.marks
-        if marks is None:
-            return []
-        found = []
+    def _tags(self, box: Box) -> list[Tag]:
+        """Return the small fields at the right end of a box; none if no pass is drawn."""
+        marks, found = self.marks, []
         if any(key in marks.roots for key in box.keys):
             found.append(("root", _ROOT, "#fff"))
         if len(box.keys) == 1 and box.key in marks.waits_for:
@@ -259,18 +262,10 @@ class _Drawing:
 
     def _box(self, box: Box) -> str:
         state = self.state_of_box(box)
-        _, fill, edge = _STATES.get(state, ("", None, _GREY))
-        on_path = not self.path.isdisjoint(box.keys)
-        made = _boxed(
-            self.layout.places[box.key],
-            box.kind,
-            _short(box.name),
-            self._tags(box),
-            fill=fill,
-            pale=not self.takes_part(box),
-            dashed=state == "waiting",
-            edge=(_PATH, 2.0) if on_path else (edge, 1.0),
-        )
+        _, fill, colour = _STATES.get(state, ("", None, _GREY))
+        edge = (colour, 1.0) if self.path.isdisjoint(box.keys) else (_PATH, 2.0)
+        pale, dashed = not self.takes_part(box), state == "waiting"
+        made = _boxed(self.layout.places[box.key], box, self._tags(box), fill, edge, pale=pale, dashed=dashed)
         return f"<g><title>{escape(self._title(box))}</title>{made}</g>"
 
     def _title(self, box: Box) -> str:
@@ -280,11 +275,11 @@ class _Drawing:
             count = Counter(name_of(self.nodes[key]) for key in box.keys)
             names = ", ".join(f"{number} {name}" for name, number in count.most_common(8))
             lines = [f"{box.name.rpartition(' ')[0]}: {len(box.keys)} nodes: {names}"]
-            if marks is not None:
+            if self.has_pass:
                 part = sum(key in marks.waits_for for key in box.keys)
                 lines += [f"{part} take part"] if part < len(box.keys) else []
                 done = sum(self.state_of(key) == "done" for key in box.keys)
-                lines += [f"{done} have run"] if self.began and done < part else []
+                lines += [f"{done} have run"] if marks.states and done < part else []
             return "\n".join(lines)
         node = self.nodes[box.key]
         shape = f" {node.dtype}{list(node.shape)}" if node.shape is not None else ""
@@ -296,11 +291,12 @@ class _Drawing:
             edge = self.edges.get(node.message)
             lines[0] += f", from {edge.sender}, with a call of {edge.function}" if edge is not None else ""
         lines += [more for more in (node.module, node.line) if more]
-        told = f"; {self._words_on_part(box.key, marks)}" if marks is not None else ""
+        told = f"; {self._words_on_part(box.key)}" if self.has_pass else ""
         lines.append(f"node {node.number} of {box.worker}{told}")
         return "\n".join(lines)
 
-    def _words_on_part(self, key: Key, marks: Marks) -> str:
+    def _words_on_part(self, key: Key) -> str:
+        marks = self.marks
         count = marks.waits_for.get(key)
         if count is None:
             return "takes no part"
@@ -321,7 +317,7 @@ class _Drawing:
         marks = self.marks
         colour, thick, dashes = (_MESSAGE, 1.8, "") if line.edges else ("#9aa3ad", 1.2, "")
         messages = {edge.autograd_message_id for edge in line.edges}
-        if marks is not None:
+        if self.has_pass:
             if messages and messages <= set(marks.in_vain):
                 colour, dashes = _BAD, ' stroke-dasharray="5 3"'
             elif not any(source in marks.waits_for and target in marks.waits_for for source, target in line.ways):
@@ -359,36 +355,25 @@ class _Drawing:
         tags = {text for box in boxes for text, _, _ in self._tags(box)}
         messages = {edge.autograd_message_id for line in self.diagram.lines for edge in line.edges}
         what = "operations" if trace.of_step else "gradients"
-        names = {
-            "operation": "operation",
-            "leaf": "leaf (parameter)",
-            "receive": "receive",
-            "group": f"{TIMES}n: n nodes",
-        }
         states = {self.state_of_box(box) for box in boxes}
-        found = [(names[kind], _sample(kind, "#fff" if self.began else None), 16.0) for kind in names if kind in kinds]
+        fill = "#fff" if marks.states else None
+        found = [(words, _sample(kind, fill), 16.0) for kind, words in _KIND_WORDS.items() if kind in kinds]
         for state, (meaning, *colours) in _STATES.items():
             if state in states:
                 found.append((meaning, _sample("operation", *colours, dashed=state == "waiting"), 16.0))
-        if messages:
-            found.append(("message between workers", _sample_line(_MESSAGE), 18.0))
-        if marks is None:
-            return [*found, (self.way, "", 0.0)]
-        if any(text.isdigit() for text in tags):
-            found.append((f"waits for n {what}", _sample_tag("n", "#fff", _INK), 12.0))
-        if any("/" in text for text in tags):
-            found.append((f"has got k of n {what}", _sample_tag("k/n", "#fff", _INK), 24.0))
-        if "root" in tags:
-            found.append(("the pass begins here", _sample_tag("root", _ROOT, "#fff"), 28.0))
-        if not all(map(self.takes_part, boxes)):
-            found.append(("takes no part", _sample("operation", pale=True), 16.0))
-        if messages.intersection(marks.in_vain):
-            found.append(("is waited for, and does not come", _sample_line(_BAD, ' stroke-dasharray="5 3"'), 18.0))
-        if marks.path:
-            found.append(("critical path", _sample_line(_PATH), 18.0))
-        if "NaN" in tags:
-            found.append(("the first NaN or Inf", _sample_tag("NaN", _BAD, "#fff"), 28.0))
-        return [*found, (self.way, "", 0.0)]
+        in_vain = messages.intersection(marks.in_vain)
+        further = (
+            (messages, "message between workers", _sample_line(_MESSAGE), 18.0),
+            (any(text.isdigit() for text in tags), f"waits for n {what}", _sample_tag("n", "#fff", _INK), 12.0),
+            (any("/" in text for text in tags), f"has got k of n {what}", _sample_tag("k/n", "#fff", _INK), 24.0),
+            ("root" in tags, "the pass begins here", _sample_tag("root", _ROOT, "#fff"), 28.0),
+            (not all(map(self.takes_part, boxes)), "takes no part", _sample("operation", pale=True), 16.0),
+            (in_vain, "is waited for, and does not come", _sample_line(_BAD, ' stroke-dasharray="5 3"'), 18.0),
+            (marks.path, "critical path", _sample_line(_PATH), 18.0),
+            ("NaN" in tags, "the first NaN or Inf", _sample_tag("NaN", _BAD, "#fff"), 28.0),
+            (True, self.way, "", 0.0),
+        )
+        return found + [(text, sample, width) for is_shown, text, sample, width in further if is_shown]
 
 
 def _width(text: str) -> float:
@@ -422,22 +407,14 @@ def _stroke(points: Sequence[Point], *, corners: bool) -> str:
 
 
 def _boxed(
-    place: NodePlace,
-    kind: str,
-    name: str,
-    tags: Sequence[tuple[str, str, str]],
-    *,
-    fill: str | None = None,
-    pale: bool = False,
-    dashed: bool = False,
-    edge: tuple[str, float] = (_GREY, 1.0),
+    place: NodePlace, box: Box, tags: list[Tag], fill: str | None, edge: tuple[str, float], *, pale: bool, dashed: bool
 ) -> str:
-    """Return a box as SVG: its frame, its name, and small fields at the right end, as `_Drawing._tags` returns them.
+    """Return a box as SVG: its frame, its name, and small fields at the right end.
 
-    ``kind`` chooses form and colour. ``fill`` is a colour in place of its kind's. ``edge`` is the colour and the width
-    of the frame; a ``pale`` box has its own colours. All texts are escaped here.
+    The box's kind chooses form and colour. ``fill`` is a colour in place of its kind's. ``edge`` is the colour and the
+    width of the frame; a ``pale`` box has its own colours. All texts are escaped here.
     """
-    x, y, width, height = place.x, place.y, place.width, place.height
+    x, y, width, height, kind = place.x, place.y, place.width, place.height, box.kind
     round = height / 2 if kind == "leaf" else 3
     fill, ink, stroke = (fill or _FILL[kind], _INK, edge[0]) if not pale else ("#fff", _FAINT, "#c3c9d1")
     dashes = ' stroke-dasharray="3 2"' if dashed or pale else ""
@@ -451,8 +428,9 @@ def _boxed(
     parts = [f'{outline} fill="{fill}" stroke="{stroke}" stroke-width="{edge[1]:g}"{dashes}/>']
     if kind == "group":
         parts.append(f'<path d="M{x + 3:.1f} {y + height + 2.5:.1f}H{x + width - 3:.1f}" stroke="{stroke}"/>')
-    if name:
-        parts.append(f'<text x="{x + 6:.1f}" y="{y + height / 2 + 4:.1f}" fill="{ink}">{escape(name)}</text>')
+    if box.name:
+        name = escape(_short(box.name))
+        parts.append(f'<text x="{x + 6:.1f}" y="{y + height / 2 + 4:.1f}" fill="{ink}">{name}</text>')
     at = x + width - 2 - sum(_width(text) + 7 for text, _, _ in tags)
     for text, back, letters in tags:
         parts.append(_tag(at, y + 4, _width(text) + 5, height - 8, text, back, letters))
@@ -473,7 +451,7 @@ def _tag(x: float, y: float, width: float, height: float, text: str, fill: str, 
 
 def _sample(kind: str, fill: str | None = None, edge: str = _GREY, *, pale: bool = False, dashed: bool = False) -> str:
     """Return the small empty box before a text of the legend; arguments are as for `_boxed`."""
-    return _boxed(NodePlace(0, 1, 16, 10), kind, "", (), fill=fill, pale=pale, dashed=dashed, edge=(edge, 1.0))
+    return _boxed(NodePlace(0, 1, 16, 10), Box("", (), kind, ""), [], fill, (edge, 1.0), pale=pale, dashed=dashed)
 
 
 def _sample_tag(text: str, fill: str, ink: str) -> str:
