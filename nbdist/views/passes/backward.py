@@ -15,6 +15,7 @@ A step of a pipeline is drawn in the same way: its nodes are operations, its gra
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
@@ -24,6 +25,7 @@ from graphlib import TopologicalSorter
 from nbdist.autograd.graph.events import Event, Key
 from nbdist.autograd.graph.inherited import Inherited
 from nbdist.autograd.graph.traces import NodeInfo, Plan
+from nbdist.cluster.output.arranger import grouped
 from nbdist.rpc.references.peeking import Histogram
 from nbdist.views.drawing.folding import crossings, name_of
 from nbdist.views.passes.intervals import Interval, uncovered
@@ -57,14 +59,11 @@ class Backward:
         self._after = self._find_next()
         # By node: the nodes, on any worker, whose gradients go to it.
         self.before: dict[Key, list[Key]] = {key: [] for key in self.nodes}
-        for key, targets in self._after.items():
-            for target, _ in targets:
-                self.before[target].append(key)
         self._targets: dict[int, list[Key]] = {}
-        for key, targets in self._after.items():
-            for target, message in targets:
-                if message is not None and key in plan.waits_for:
-                    self._targets.setdefault(message, []).append(target)
+        for key, target, message in self.links():
+            self.before[target].append(key)
+            if message is not None and key in plan.waits_for:
+                self._targets.setdefault(message, []).append(target)
         self._clear()
         self._over = False
 
@@ -87,23 +86,18 @@ class Backward:
     def _find_next(self) -> dict[Key, list[tuple[Key, int | None]]]:
         """Return for each node the nodes to which its gradients go, each with the message that takes them, or None."""
         trace = self.plan.trace
-        ways: list[tuple[Key, Key, int | None]] = [
-            ((worker, source), (worker, number), None)
-            for (worker, number), node in self.nodes.items()
-            for source in node.inputs
-        ]
-        ways += [(source, target, edge.autograd_message_id) for edge, source, target in crossings(trace)]
+        within = (((key[0], source), key, None) for key, node in self.nodes.items() for source in node.inputs)
+        across = ((source, target, edge.autograd_message_id) for edge, source, target in crossings(trace))
         found: dict[Key, list[tuple[Key, int | None]]] = {key: [] for key in self.nodes}
-        for source, target, message in ways:
+        for source, target, message in itertools.chain(within, across):
             # A backward pass runs against the order of the graph; a step of a pipeline runs in it.
             first, then = (source, target) if trace.of_step else (target, source)
             found[first].append((then, message))
         return found
 
     def links(self) -> Iterator[tuple[Key, Key, int | None]]:
-        """Yield each gradient that goes from node to node: node, target, and the message, None within a worker."""
-        for key, targets in self._after.items():
-            yield from ((key, target, message) for target, message in targets)
+        """Return each gradient that goes from node to node: node, target, and the message, None within a worker."""
+        return ((key, target, message) for key, targets in self._after.items() for target, message in targets)
 
     # -- events -------------------------------------------------------------------------------
 
@@ -175,15 +169,13 @@ class Backward:
         """Return the names of the other workers whose gradients a node waits for; empty if it does not wait."""
         if self._over or self.state_of(key) != "waiting":
             return []
-        return sorted({worker for worker, _ in self._awaited_nodes(key) if worker != key[0]})
-
-    def _awaited_nodes(self, key: Key) -> list[Key]:
-        """Return the nodes whose gradients a node has not got: they have not run, or the message is under way."""
-        return [
+        # The nodes whose gradients the node has not got have not run, or their message is under way.
+        awaited = (
             other
             for other in self.before[key]
             if other in self.plan.waits_for and (other not in self.ended or self._is_on_its_way(other, key))
-        ]
+        )
+        return sorted({worker for worker, _ in awaited if worker != key[0]})
 
     def _is_on_its_way(self, receive: Key, to: Key) -> bool:
         """Return whether the node ``receive`` sends the node ``to`` gradients in a message that has not arrived."""
@@ -257,14 +249,12 @@ class Backward:
 
     def slowest(self) -> tuple[str, str, float, list[Key]] | None:
         """Return worker, line (or name of nodes, without lines), seconds and nodes of what took the most time."""
-        spent: dict[tuple[str, str], list[Key]] = {}
-        for key in self.seconds:
-            node = self.nodes[key]
-            spent.setdefault((key[0], node.line or name_of(node)), []).append(key)
+        spent = grouped(self.seconds, lambda key: (key[0], self.nodes[key].line or name_of(self.nodes[key])))
         if not spent:
             return None
-        (worker, where), keys = max(spent.items(), key=lambda each: sum(self.seconds[key] for key in each[1]))
-        return worker, where, sum(self.seconds[key] for key in keys), keys
+        totals = {place: sum(map(self.seconds.__getitem__, keys)) for place, keys in spent.items()}
+        place = max(totals, key=totals.__getitem__)
+        return *place, totals[place], spent[place]
 
     def blamed(self) -> Key | None:
         """Return the node at which the first NaN or Inf arose in the forward pass, or else `bad`."""
@@ -276,4 +266,4 @@ class Backward:
     def largest(self) -> Key | None:
         """Return the node that was given the gradient of the largest finite norm; None if no norms were measured."""
         found = {key: norm for key, norm in self.norm.items() if math.isfinite(norm)}
-        return max(found, key=lambda key: found[key]) if found else None
+        return max(found, key=found.__getitem__, default=None)

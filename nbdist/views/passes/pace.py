@@ -38,14 +38,12 @@ class Pace:
     def begins(self, now: float) -> None:
         """Note that a step, watched or not, begins at ``now``, on a monotonic clock, and that the last one ends."""
         began, self._began = self._began, now
-        if began is not None:
-            self._note_length(now - began)
-
-    def _note_length(self, seconds: float) -> None:
-        if not self._paying:
-            self._others.append(seconds)
+        if began is None:
             return
-        self._paid += seconds
+        if not self._paying:
+            self._others.append(now - began)
+            return
+        self._paid += now - began
         self._paying -= 1
         if not self._paying:
             self._costs.append(self._paid)

@@ -78,9 +78,8 @@ class Scouts:
             self._heard = self._agent.on_joined(partial(_on_joined, weakref.ref(self)))
             self._workers = [record for record in self._agent.members() if record != self._agent.me]
         weakref.finalize(self, self._heard).atexit = False
-        names = [record.name for record in self._workers]
-        sent = self._send_out(names, held)
-        sent.or_raise(but=RuntimeError)  # a worker that is gone or busy: its passes are not seen
+        # A worker that is gone or busy: its passes are not seen.
+        self._send_out(self._workers, held).or_raise(but=RuntimeError)
 
     def include(self, record: Record) -> None:
         """Make a `Scout` on a worker that has joined, too. A thread of the agent's pool runs this; it waits."""
@@ -89,17 +88,17 @@ class Scouts:
                 return
             self._workers.append(record)  # before the call, so that `hold` and `call_back` tell this worker, too
         held = self._held
-        self._send_out([record.name], held)
+        self._send_out([record], held)
         # Before the scout existed, it could not be told these.
         if self._called_back or self._home() is None:
             self._tell([record], "end")
         elif self._held != held:
             self._tell([record], "hold", next(self._numbers), self._held)
 
-    def _send_out(self, workers: Sequence[str], held: bool) -> WorkerAnswers:
-        args = self._key, self._agent.me, held
+    def _send_out(self, workers: Sequence[Record], held: bool) -> WorkerAnswers:
+        calls = {record.name: (self._key, self._agent.me, held) for record in workers}
         with self._contexts.outside():  # or the call would be recorded in the user's context
-            return ask_each(self._agent, _send_out, dict.fromkeys(workers, args), timeout=_ANSWER_SECONDS)
+            return ask_each(self._agent, _send_out, calls, timeout=_ANSWER_SECONDS)
 
     def hold(self, held: bool) -> None:
         """Tell all scouts to pause every pass before its first node, or to stop that. Does not wait for them."""
