@@ -60,14 +60,12 @@ def _find_magic(transformed: str, own: Container[str]) -> str | None:
     except (SyntaxError, ValueError):  # the text below a magic need not be Python, as in %%bash
         return None
     for node in ast.walk(tree):
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _MARKS:
-            mark, first, last = _MARKS[node.func.attr], node.args[:1], node.args[-1:]
-            for name in first:
-                if isinstance(name, ast.Constant) and isinstance(name.value, str) and name.value in own:
-                    return f"{mark}{name.value}"
-            for body in last if mark == "%%" else ():  # the text below a magic such as %%time
-                if isinstance(body, ast.Constant) and isinstance(body.value, str):
-                    found = _find_magic(TransformerManager().transform_cell(body.value), own)
-                    if found is not None:
-                        return found
+        match node:
+            case ast.Call(ast.Attribute(attr=kind), [ast.Constant(str(name)), *_]) if name in own and kind in _MARKS:
+                return f"{_MARKS[kind]}{name}"
+            # The text below a magic such as %%time.
+            case ast.Call(ast.Attribute(attr="run_cell_magic"), [*_, ast.Constant(str(body))]):
+                found = _find_magic(TransformerManager().transform_cell(body), own)
+                if found is not None:
+                    return found
     return None

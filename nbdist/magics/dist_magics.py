@@ -14,7 +14,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed
 from IPython.core.magic import Magics, cell_magic, line_cell_magic, line_magic, magics_class, no_var_expand
 from IPython.display import display
@@ -24,12 +23,8 @@ from nbdist.amounts import counted, plural
 from nbdist.cluster.cluster import Cluster
 from nbdist.cluster.examination.examination import Examination
 from nbdist.cluster.hosts.launchers.join import how_to_join
-from nbdist.cluster.inspection.comparing import differences
-from nbdist.cluster.inspection.freeing import free
-from nbdist.cluster.inspection.holdings import collect as collect_holdings
+from nbdist.cluster.inspection import comparing, freeing, holdings, status, thread_stacks
 from nbdist.cluster.inspection.print_logs import read_logs
-from nbdist.cluster.inspection.status import collect
-from nbdist.cluster.inspection.thread_stacks import read_stacks
 from nbdist.cluster.jupyter import labels
 from nbdist.cluster.jupyter.page_lines import Page, lines_above, moved_down
 from nbdist.cluster.kernels.cells import Cell
@@ -42,15 +37,13 @@ from nbdist.magics.lines import READERS, parse_diff, parse_init, parse_value, re
 from nbdist.magics.overview import overview
 from nbdist.magics.session import NotebookSession
 from nbdist.views.passes.watching import Watcher
+from nbdist.views.workers import printed, stacks
 from nbdist.views.workers.difference import DiffTable
 from nbdist.views.workers.line import line_in_place, lines_below
 from nbdist.views.workers.memory import FreedTable, MemoryTable
 from nbdist.views.workers.panel import Panel
-from nbdist.views.workers.printed import save as save_printed
-from nbdist.views.workers.printed import say as say_printed
 from nbdist.views.workers.progress import StartProgress
 from nbdist.views.workers.remarks import remarks_on_start
-from nbdist.views.workers.stacks import say as say_stacks
 from nbdist.views.workers.status import StatusTable
 
 _MANY_PAIRS = 20  # from so many pairs of members on, `%dist_doctor` says that it takes a while
@@ -276,7 +269,7 @@ class DistMagics(Magics):  # type: ignore[misc, unused-ignore]
         if Cluster.current is None:
             print("No cluster runs; start one with %dist_init -n 4.")
             return None
-        return StatusTable(*collect(Cluster.current))
+        return StatusTable(*status.collect(Cluster.current))
 
     @line_magic
     def dist_stacks(self, line: str) -> None:
@@ -291,7 +284,7 @@ class DistMagics(Magics):  # type: ignore[misc, unused-ignore]
         Example:
             %dist_stacks worker1
         """
-        print(say_stacks(read_stacks(self._session.cluster(), read("%dist_stacks", line).targets)))
+        print(stacks.say(thread_stacks.read_stacks(self._session.cluster(), read("%dist_stacks", line).targets)))
 
     @line_magic
     def dist_panel(self, line: str) -> Panel:
@@ -327,7 +320,7 @@ class DistMagics(Magics):  # type: ignore[misc, unused-ignore]
         workers = self._memory_of(asked.targets) if asked.targets is not None else None
         self._session.cluster()
         last = self._session.memory_look
-        table = MemoryTable(collect_holdings(), last, workers, unfolded=asked.all or workers is not None)
+        table = MemoryTable(holdings.collect(), last, workers, unfolded=asked.all or workers is not None)
         self._session.memory_look = table.look
         return table
 
@@ -354,7 +347,7 @@ class DistMagics(Magics):  # type: ignore[misc, unused-ignore]
         """
         read("%dist_free", line)
         self._session.cluster()
-        return FreedTable(free())
+        return FreedTable(freeing.free())
 
     @line_magic
     def dist_log(self, line: str) -> None:
@@ -372,12 +365,12 @@ class DistMagics(Magics):  # type: ignore[misc, unused-ignore]
             %dist_log worker1 --lines 20
         """
         asked = read("%dist_log", line)
-        printed = read_logs(self._session.cluster(), asked.targets, asked.cell)
+        logs = read_logs(self._session.cluster(), asked.targets, asked.cell)
         if asked.save is None:
-            print(say_printed(printed, asked.lines))
+            print(printed.say(logs, asked.lines))
             return
         try:
-            print(f"{counted(save_printed(printed, asked.save), 'line is', 'lines are')} in {asked.save}.")
+            print(f"{counted(printed.save(logs, asked.save), 'line is', 'lines are')} in {asked.save}.")
         except OSError as error:
             raise UsageError(f"what the workers printed cannot be saved: {error}") from error
 
@@ -495,7 +488,7 @@ class DistMagics(Magics):  # type: ignore[misc, unused-ignore]
         cell = cluster.execute(expression, _living(cluster, targets), keep=True, quiet=True)
         rrefs = cluster.references(cell)
         by_name = {rref.owner_name(): rref for rref in (rrefs if isinstance(rrefs, list) else [rrefs])}
-        return DiffTable(expression, list(by_name), *differences(by_name))
+        return DiffTable(expression, list(by_name), *comparing.differences(by_name))
 
     # -- cells ----------------------------------------------------------------------------------
 
