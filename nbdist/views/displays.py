@@ -80,11 +80,7 @@ def unregister(shell: Any) -> None:
 
 
 def _prepare() -> None:
-    import nbdist.views.widgets.backward
-    import nbdist.views.widgets.card
-    import nbdist.views.widgets.map
-    import nbdist.views.widgets.panel
-    import nbdist.views.widgets.rref_table  # noqa: F401
+    from nbdist.views.widgets import backward, card, map, panel, rref_table  # noqa: F401
 
 
 def _print(rref: RRef[Any], printer: Any, _: bool) -> None:
@@ -139,9 +135,7 @@ def _picture_of_swarm(snapshot: Any, text: str, *, lasting: bool) -> Bundle:
 
 
 def _watcher_of(watch: Watch) -> Watcher:
-    if watch.view is None:
-        watch.view = Watcher.of(watch)
-    found: Watcher = watch.view
+    watch.view = found = watch.view or Watcher.of(watch)
     return found
 
 
@@ -189,25 +183,23 @@ def _live_many(value: list[Any] | tuple[Any, ...] | dict[Any, Any]) -> None:
 
 
 def _live_watched(watcher: Watcher) -> None:
-    sink = _sink()
     if watcher.shown:
         raise NotImplementedError
-    _view_of(watcher).show(sink, partial(_picture_of_pass, watcher, watcher))
+    _live_pass(watcher, watcher)
 
 
 def _live_watch(watch: Watch) -> None:
+    _live_pass(_watcher_of(watch), watch)
+
+
+def _live_pass(watcher: Watcher, handle: object) -> None:
+    """Show the live view of a watcher, which is the same at each display until it becomes a picture."""
     sink = _sink()
-    watcher = _watcher_of(watch)
-    _view_of(watcher).show(sink, partial(_picture_of_pass, watcher, watch))
-
-
-def _view_of(watcher: Watcher) -> Any:
-    """Return the live view of a watched cell, which is the same at each display until it becomes a picture."""
     from nbdist.views.widgets.backward import BackwardView
 
     if watcher.view is None or watcher.view.comm is None:  # no comm: it is a picture
         watcher.view = _keep(BackwardView(watcher))
-    return watcher.view
+    watcher.view.show(sink, partial(_picture_of_pass, watcher, handle))
 
 
 def _live_panel(panel: Panel) -> None:
@@ -251,8 +243,7 @@ def _leave_pictures(known: weakref.ref[Cluster]) -> None:
 
     while _views:
         _views.popleft().leave()
-    cluster = known()
-    if cluster is not None:
+    if (cluster := known()) is not None:
         _parting.discard(cluster)
         for live in (card.LIVE, rref_table.LIVE):
             live.leave(cluster.agent.me.incarnation)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from collections.abc import Iterable
 from typing import Any
 
 from nbdist.rpc.references.describing import error_line
@@ -66,10 +67,9 @@ def are_references(value: Any) -> bool:
 
 def rows_of(value: Many) -> Rows[RRef[Any]]:
     """Return the first `cards.ROWS_SHOWN` references, each with its key or number as the name of its row."""
-    if isinstance(value, dict):
-        first = itertools.islice(value.items(), cards.ROWS_SHOWN)
-        return Rows(type(value), [(repr(key), rref) for key, rref in first], len(value))
-    return Rows(type(value), [(str(number), rref) for number, rref in enumerate(value[: cards.ROWS_SHOWN])], len(value))
+    named: Iterable[tuple[Any, RRef[Any]]] = value.items() if isinstance(value, dict) else enumerate(value)
+    first = itertools.islice(named, cards.ROWS_SHOWN)
+    return Rows(type(value), [(repr(key), rref) for key, rref in first], len(value))
 
 
 def bundle_of_rows(rows: Rows[Facts]) -> Bundle:
