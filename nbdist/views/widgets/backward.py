@@ -12,21 +12,8 @@ from nbdist.views.passes import page
 from nbdist.views.passes.watching import Watcher
 from nbdist.views.widgets.view import View, identity, script, style, unknown_button
 
-_MODULES = (
-    "amounts.js",
-    "buttons.js",
-    "ranks.js",
-    "graph.js",
-    "layout.js",
-    "routes.js",
-    "walk.js",
-    "colours.js",
-    "sparkline.js",
-    "zoom.js",
-    "links.js",
-    "legend.js",
-    "backward.js",
-)
+_LAYOUT = ("ranks.js", "graph.js", "layout.js", "routes.js", "walk.js")  # place the nodes and lines of a graph
+_PARTS = ("colours.js", "sparkline.js", "zoom.js", "links.js", "legend.js")  # of the view around them
 _SLOW = 0.3  # seconds between two nodes in slow motion
 
 
@@ -34,7 +21,7 @@ class BackwardView(View):
     """The live view of one `Watcher`."""
 
     _anywidget_id = identity("nbdist.backward")
-    _esm = script(*_MODULES)
+    _esm = script("amounts.js", "buttons.js", *_LAYOUT, *_PARTS, "backward.js")
     _css = style("common.css", "backward.css")
     outline = traitlets.Dict().tag(sync=True)  # `page.outline`, sent only when the pass changes
     detail = traitlets.Dict().tag(sync=True)  # `page.detail` of the node that the user has chosen

@@ -52,8 +52,7 @@ class PanelView(View):
             self._panel.show_stacks(worker)
         else:
             raise unknown_button(what)
-        self._panel.sample()
-        self.changed()
+        self.sample()
 
     @property
     def looking(self) -> bool:

@@ -122,10 +122,9 @@ class View(anywidget.AnyWidget):
 
         ``picture()`` returns the view as text and HTML, by MIME type; the painter's thread calls it again and again.
         """
-        found = self._repr_mimebundle_()
-        place = Shown(sink, self.mark, picture)
         # In Colab the metadata names the program that draws widgets, and the page draws none without it.
-        live, metadata = ({}, {}) if found is None else found
+        live, metadata = self._repr_mimebundle_() or ({}, {})
+        place = Shown(sink, self.mark, picture)
         place.show({kind: data for kind, data in live.items() if kind == _WIDGET}, metadata)
         self._places.append(place)
 
@@ -200,8 +199,7 @@ def queuing(view: View) -> Callable[..., None]:
 
 
 def _queue(known: weakref.ref[View], *_: object) -> None:
-    view = known()
-    if view is not None:
+    if (view := known()) is not None:
         view.changed()
 
 
