@@ -112,7 +112,8 @@ def as_html(snapshot: Mapping[str, Any], *, lasting: bool = False) -> str:
     faint = [n for n, server in enumerate(snapshot["servers"]) if server["state"] == "gone" or snapshot["over"]]
     table = tables.as_html(_COLUMNS_LASTING if known else _COLUMNS, rows, faint) if rows else ""
     log = "\n".join(
-        _VARIES_BY_RUN.sub("", text) if lasting else f"{_clock(at)}  {text}" for at, text in snapshot["log"]
+        _VARIES_BY_RUN.sub("", text) if lasting else f"{time.strftime('%H:%M:%S', time.localtime(at))}  {text}"
+        for at, text in snapshot["log"]
     )
     return themed(
         *(f"<div>{escape(line)}</div>" for line in lines),
@@ -225,7 +226,3 @@ def _blocks(runs: Sequence[MapPart]) -> str:
 def _numbers(runs: Iterable[MapPart]) -> str:
     """Return the numbers of blocks as text: ``0-4, 7``."""
     return ", ".join(f"{run.begin}" if run.end - run.begin == 1 else f"{run.begin}-{run.end - 1}" for run in runs)
-
-
-def _clock(at: float) -> str:
-    return time.strftime("%H:%M:%S", time.localtime(at))

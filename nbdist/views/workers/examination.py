@@ -7,7 +7,6 @@ from html import escape
 
 from nbdist.amounts import duration, size
 from nbdist.cluster.examination.examination import Examination
-from nbdist.cluster.examination.findings import ExaminedMember
 from nbdist.cluster.examination.machine import MachineFacts
 from nbdist.cluster.examination.speed import LinkSpeed
 from nbdist.views import tables
@@ -51,13 +50,9 @@ def _members(found: Examination) -> tuple[list[str], list[list[str]]]:
     for member in found.members:
         link = found.link(notebook, member.name)
         ahead = f"{link.ahead * 1e3:+.1f} ms" if link is not None and link.ahead is not None else ""
-        facts = [_cell(member, read) for _, read in _COLUMNS]
+        facts = [read(member.facts) if member.facts is not None else "" for _, read in _COLUMNS]
         rows.append([member.name, member.state, member.device, *facts, ahead])
     return ["member", "state", "device", *(name for name, _ in _COLUMNS), "clock"], rows
-
-
-def _cell(member: ExaminedMember, read: Callable[[MachineFacts], str]) -> str:
-    return read(member.facts) if member.facts is not None else ""
 
 
 def _gpus(facts: MachineFacts) -> str:

@@ -60,8 +60,8 @@ def rows_of(found: Holdings, workers: Iterable[str] | None = None) -> list[Row]:
     for memory in found.workers:
         if workers is None or memory.name in workers:
             items = [item for item in found.items if item.worker == memory.name]
-            rows += [_row_of_item(item, memory) for item in items if item.id is not None]
-            rows += [_row_of_item(item, memory) for item in items if item.id is None]
+            items.sort(key=lambda item: item.id is None)  # values first, then contexts
+            rows += [_row_of_item(item, memory) for item in items]
             rows += [_row_of_variable(variable, memory) for variable in memory.variables]
     return rows
 

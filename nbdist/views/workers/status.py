@@ -21,13 +21,10 @@ class StatusTable:
         self.rows = rows
         self._remarks = [parting.text for parting in partings]
 
-    def _columns(self) -> tuple[str, ...]:
-        """Return the names of the columns; the last one, the line of code, only if it is known of some worker."""
-        return (*_COLUMNS, "at") if any(row.report.where for row in self.rows) else _COLUMNS
-
-    def _cells(self) -> list[list[str]]:
-        columns = len(self._columns())
-        return [
+    def _table(self) -> tuple[tuple[str, ...], list[list[str]]]:
+        """Return the head and the rows; the last column, the line of code, only if it is known of some worker."""
+        head = (*_COLUMNS, "at") if any(row.report.where for row in self.rows) else _COLUMNS
+        return head, [
             [
                 row.name,
                 str(row.rank),
@@ -38,16 +35,16 @@ class StatusTable:
                 size(row.report.memory) if row.report.memory is not None else "",
                 str(row.report.calls) if row.report.calls is not None else "",
                 row.report.where,
-            ][:columns]
+            ][: len(head)]
             for row in self.rows
         ]
 
     def __repr__(self) -> str:
-        return "\n".join([*tables.as_lines(self._columns(), self._cells()), *self._remarks])
+        return "\n".join([*tables.as_lines(*self._table()), *self._remarks])
 
     def _repr_html_(self) -> str:
         remarks = themed(*(f"<div>{escape(line)}</div>" for line in self._remarks)) if self._remarks else ""
-        return tables.as_html(self._columns(), self._cells()) + remarks
+        return tables.as_html(*self._table()) + remarks
 
 
 def _first_line(text: str) -> str:
