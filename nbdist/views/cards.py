@@ -91,18 +91,18 @@ def card(facts: Facts, *, lasting: bool = False) -> str:
     With ``lasting``, for a picture in a saved notebook, "on its way" and "not known yet" are left out.
     """
     state = facts.state
-    rows = []
-    # An error has a row of its own. "not known yet" depends on timing, as does "on its way" in the badge below.
-    if (state is None or state.error is None) and (state is not None or not lasting):
-        rows += [("value", value(state)), *_more(state)]
-    if facts.forks is not None:
-        rows.append(("forks", str(facts.forks)))
-    if facts.why:
-        rows.append(("error", facts.why))
+    rows: dict[str, Any] = {}
+    if state is None and not lasting:  # "not known yet" depends on timing, as does "on its way" in the badge below
+        rows = {"value": value(state)}
+    elif state is not None and state.error is None:  # an error has a row of its own
+        rows = {"value": value(state), "device": state.device, "requires_grad": state.requires_grad}
+        rows |= {"grad_fn": state.grad_fn, "bytes": size(state.nbytes) if state.nbytes is not None else None}
+    rows |= {"forks": facts.forks, "error": facts.why or None}
     cells = "".join(
         f'<tr><td style="text-align:left;opacity:.7;padding:0 12px 0 0">{escape(name)}</td>'
-        f'<td style="text-align:left;padding:0;overflow-wrap:anywhere">{escape(told)}</td></tr>'
-        for name, told in rows
+        f'<td style="text-align:left;padding:0;overflow-wrap:anywhere">{escape(str(told))}</td></tr>'
+        for name, told in rows.items()
+        if told is not None
     )
     badge = _badge(facts.standing) if facts.standing != "pending" or not lasting else ""
     return themed(
@@ -144,15 +144,6 @@ def value(state: State | None) -> str:
     if state.error is not None:
         return error_line(state.qualname, state.error)
     return f"{state.qualname} {state.dtype}{tuple(state.shape)}" if state.shape is not None else state.qualname
-
-
-def _more(state: State | None) -> list[tuple[str, str]]:
-    """Return names and texts, not escaped, of a tensor's device, gradient and bytes, as far as they are known."""
-    if state is None or state.error is not None:
-        return []
-    known = {"device": state.device, "requires_grad": state.requires_grad, "grad_fn": state.grad_fn}
-    rows = [(name, str(value)) for name, value in known.items() if value is not None]
-    return rows + ([("bytes", size(state.nbytes))] if state.nbytes is not None else [])
 
 
 def _badge(standing: str) -> str:

@@ -68,12 +68,10 @@ def parts(server: Mapping[str, Any], route: Iterable[Sequence[Any]], *, over: bo
     """
     if server["state"] == "gone":
         return []
-    if over:
-        return _parts_of_one_kind((number, "was") for number in _loaded_blocks(server))
-    serves = server["state"] in _SERVING
+    unusable = "was" if over else "away" if server["state"] not in _SERVING else ""
     way = {number for name, begin, end in route if name == server["name"] for number in range(begin, end)}
     return _parts_of_one_kind(
-        (number, "away" if not serves else "route" if number in way else "held") for number in _loaded_blocks(server)
+        (number, unusable or ("route" if number in way else "held")) for number in _loaded_blocks(server)
     )
 
 

@@ -78,15 +78,14 @@ def gantt(title: str, rows: Sequence[tuple[str, Sequence[Bar]]], seconds: float)
     """
     labels = [label if len(label) <= _LABEL_LETTERS else f"{label[: _LABEL_LETTERS - 1]}…" for label, _ in rows]
     left_end = 16 + int(_LETTER * max(map(len, labels), default=0))
-    scale = (_WIDTH - left_end - 8) / seconds if seconds else 0.0
+    track = _WIDTH - left_end - 8
+    scale = track / seconds if seconds else 0.0
     height = 20 + _ROW * len(rows) + 18
     parts = [f'<text x="4" y="13" font-weight="bold" class="ink">{escape(title)}</text>']
     for number, (label, (_, bars)) in enumerate(zip(labels, rows, strict=True)):
         top = 20 + number * _ROW
         parts.append(f'<text x="4" y="{top + 15}" class="ink">{escape(label)}</text>')
-        parts.append(
-            f'<rect x="{left_end}" y="{top}" width="{_WIDTH - left_end - 8}" height="{_ROW - 4}" class="track"/>'
-        )
+        parts.append(f'<rect x="{left_end}" y="{top}" width="{track}" height="{_ROW - 4}" class="track"/>')
         for bar in bars:
             left, width = left_end + bar.start * scale, max((bar.end - bar.start) * scale, 0.5)
             parts.append(
@@ -99,11 +98,8 @@ def gantt(title: str, rows: Sequence[tuple[str, Sequence[Bar]]], seconds: float)
                     f"{escape(bar.text)}</text>"
                 )
             parts.append("</g>")
-    axis = 20 + _ROW * len(rows) + 10
-    for at in range(5):  # all in milliseconds: `nbdist.amounts.duration` could give them different units
-        anchor = ("start", "middle", "middle", "middle", "end")[at]
-        x = left_end + (_WIDTH - left_end - 8) * at / 4
-        parts.append(
-            f'<text x="{x:.0f}" y="{axis}" text-anchor="{anchor}" class="ink">{seconds * at / 4 * 1e3:.1f} ms</text>'
-        )
+    # All in milliseconds: `nbdist.amounts.duration` could give them different units.
+    for at, anchor in enumerate(("start", "middle", "middle", "middle", "end")):
+        place = f'x="{left_end + track * at / 4:.0f}" y="{height - 8}" text-anchor="{anchor}"'
+        parts.append(f'<text {place} class="ink">{seconds * at / 4 * 1e3:.1f} ms</text>')
     return as_image(svg(_WIDTH, height, title, parts))
