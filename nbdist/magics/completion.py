@@ -56,7 +56,7 @@ class RemoteCompleter:
             return Completions(names, called[1], "worker", alone=True)
         place = find_remote_code(text, cursor)
         if place is not None:
-            return self._remote_code(place)
+            return _remote_code(place)
         line = before.rpartition("\n")[2]
         asked = _MAGIC_LINE.match(line)
         if asked is None or (reader := READERS.get(asked[1])) is None:
@@ -64,9 +64,9 @@ class RemoteCompleter:
         magic, options = asked[1], reader.options
         if reader.takes_targets:
             words = [*self._variables(magic), *_workers(), "all", *options]
-            return self._words(line, words, alone=magic.startswith("%%") or line.rpartition(" ")[2].startswith("-"))
+            return _words(line, words, alone=magic.startswith("%%") or line.rpartition(" ")[2].startswith("-"))
         value = _VALUE.fullmatch(line)
-        return self._words(line, _VALUES[value[1]] if value is not None else options)
+        return _words(line, _VALUES[value[1]] if value is not None else options)
 
     def _variables(self, magic: str) -> list[str]:
         if magic == "%dist_push":
@@ -76,32 +76,32 @@ class RemoteCompleter:
             return sorted({name for worker in Cluster.current.workers for name in worker.names})
         return []
 
-    @staticmethod
-    def _words(before: str, words: Iterable[str], *, alone: bool = True) -> Completions:
-        """Complete the last word of ``before``; with ``alone``, IPython adds no completions of its own."""
-        begun = _WORD.search(before)[0]  # type: ignore[index]
-        found = [word for word in words if word.startswith(begun)]
-        if not found or _MAGIC.fullmatch(before):  # the magic's own name is not complete yet
-            return Completions()
-        return Completions(found, begun, "magic", alone)
 
-    @staticmethod
-    def _remote_code(place: RemoteCode) -> Completions:
-        worker = place.first_target()
-        if worker is None or Cluster.current is None:
-            return Completions()
-        code, cursor = place.code, place.cursor
-        found = asking.complete(Cluster.current, worker, code, cursor, ANSWER_TIMEOUT)
-        if found is not None:
-            matches, start, end = found
-            fragment = code[start:cursor] if end >= cursor else ""
-        else:
-            # The worker is busy or silent: complete the names that it sent after its last cell.
-            fragment = _NAME.search(code[:cursor])[0]  # type: ignore[index]
-            # Those names are variables, and none is an attribute of what stands before the dot.
-            attribute = code[: cursor - len(fragment)].endswith(".")
-            matches = [] if attribute else [name for name in worker.names if name.startswith(fragment)]
-        return Completions(matches, fragment, "instance", alone=True)
+def _words(before: str, words: Iterable[str], *, alone: bool = True) -> Completions:
+    """Complete the last word of ``before``; with ``alone``, IPython adds no completions of its own."""
+    begun = _WORD.search(before)[0]  # type: ignore[index]
+    found = [word for word in words if word.startswith(begun)]
+    if not found or _MAGIC.fullmatch(before):  # the magic's own name is not complete yet
+        return Completions()
+    return Completions(found, begun, "magic", alone)
+
+
+def _remote_code(place: RemoteCode) -> Completions:
+    worker = place.first_target()
+    if worker is None or Cluster.current is None:
+        return Completions()
+    code, cursor = place.code, place.cursor
+    found = asking.complete(Cluster.current, worker, code, cursor, ANSWER_TIMEOUT)
+    if found is not None:
+        matches, start, end = found
+        fragment = code[start:cursor] if end >= cursor else ""
+    else:
+        # The worker is busy or silent: complete the names that it sent after its last cell.
+        fragment = _NAME.search(code[:cursor])[0]  # type: ignore[index]
+        # Those names are variables, and none is an attribute of what stands before the dot.
+        attribute = code[: cursor - len(fragment)].endswith(".")
+        matches = [] if attribute else [name for name in worker.names if name.startswith(fragment)]
+    return Completions(matches, fragment, "instance", alone=True)
 
 
 def _workers() -> list[str]:

@@ -59,6 +59,19 @@ def _living(cluster: Cluster, targets: str | None) -> str | None:
     return ",".join(living)
 
 
+def _status(line: str) -> StatusTable | None:
+    read("%dist_status", line)
+    if Cluster.current is None:
+        print("No cluster runs; start one with %dist_init -n 4.")
+        return None
+    return StatusTable(*status.collect(Cluster.current))
+
+
+def _names(magic: str, line: str) -> tuple[list[str], str | None]:
+    found = read(magic, line)
+    return [name for word in found.names for name in word.split(",") if name], found.targets
+
+
 def _shortly(magic: Callable[..., Any]) -> Callable[..., Any]:
     """Return the magic, changed so that nbdist's errors show no traceback: it would have only nbdist's own code."""
 
@@ -261,15 +274,7 @@ class DistMagics(Magics):  # type: ignore[misc, unused-ignore]
         Example:
             %dist_status
         """
-        return self._status(line)
-
-    @staticmethod
-    def _status(line: str) -> StatusTable | None:
-        read("%dist_status", line)
-        if Cluster.current is None:
-            print("No cluster runs; start one with %dist_init -n 4.")
-            return None
-        return StatusTable(*status.collect(Cluster.current))
+        return _status(line)
 
     @line_magic
     def dist_stacks(self, line: str) -> None:
@@ -381,7 +386,7 @@ class DistMagics(Magics):  # type: ignore[misc, unused-ignore]
         Example:
             %dist_debug
         """
-        return self._status(line)
+        return _status(line)
 
     @line_magic
     def dist_doctor(self, line: str) -> Examination:
@@ -444,7 +449,7 @@ class DistMagics(Magics):  # type: ignore[misc, unused-ignore]
         Example:
             %dist_push model rate -r 0,2
         """
-        names, targets = self._names("%dist_push", line)
+        names, targets = _names("%dist_push", line)
         missing = [name for name in names if name not in self._shell.user_ns]
         if missing:
             raise UsageError(f"the notebook has no variable {', '.join(missing)}; define it here before %dist_push")
@@ -461,16 +466,11 @@ class DistMagics(Magics):  # type: ignore[misc, unused-ignore]
         Example:
             %dist_pull losses -r worker1
         """
-        names, targets = self._names("%dist_pull", line)
+        names, targets = _names("%dist_pull", line)
         values = self._session.cluster().pull(names, targets)
         for name in names:
             value = [each[name] for each in values] if isinstance(values, list) else values[name]
             self._shell.user_ns[name.rpartition(".")[2]] = value
-
-    @staticmethod
-    def _names(magic: str, line: str) -> tuple[list[str], str | None]:
-        found = read(magic, line)
-        return [name for word in found.names for name in word.split(",") if name], found.targets
 
     @no_var_expand
     @line_magic

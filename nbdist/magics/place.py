@@ -42,8 +42,7 @@ def find_remote_code(text: str, cursor: int) -> RemoteCode | None:
         begin = first.end() + 1
         return RemoteCode(first[1], text[begin:], cursor - begin) if cursor >= begin else None
     begin = text.rfind("\n", 0, cursor) + 1
-    end = text.find("\n", cursor)
-    line = text[begin : end if end >= 0 else len(text)]
+    line = text[begin:].partition("\n")[0]
     value = _VALUE.match(line)
     if value is None or cursor - begin < value.end():
         return None

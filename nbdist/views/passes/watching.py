@@ -299,7 +299,7 @@ class Watcher:
             self._tell_scouts()
             for watch in self._watches:
                 if watch is not but and watch.paused != held:
-                    self._steer_watch(watch, held)
+                    _steer_watch(watch, held)
 
     def _steer(self, paused: bool) -> None:
         """Pause or resume every open watch, and all passes that begin later, by order of the user."""
@@ -308,21 +308,13 @@ class Watcher:
             self._paused = paused
             self._tell_scouts()
             for watch in self._watches:
-                self._steer_watch(watch, paused)
+                _steer_watch(watch, paused)
         self._wake_and_tell()
 
     def _tell_scouts(self) -> None:
         """Tell other workers whether to pause the passes of contexts that they open later. Does not wait for them."""
         if self._scouts is not None and not self.ended:
             self._scouts.hold(self._must_halt())
-
-    @staticmethod
-    def _steer_watch(watch: Watch, paused: bool) -> None:
-        try:
-            watch.pause() if paused else watch.run()
-        except UsageError:
-            if not watch.closed:  # it has just ended: nothing to steer
-                raise
 
     def _open(self) -> Watch | None:
         """Return the watch of the pass under way or the last one; None if there is none, or the watch is closed."""
@@ -491,7 +483,7 @@ class Watcher:
                 self._watches.append(watch)
                 # `_must_halt` may have changed since the watch began.
                 if self._given is None and watch.paused != self._must_halt():
-                    self._steer_watch(watch, self._must_halt())
+                    _steer_watch(watch, self._must_halt())
         if ended:
             watch.close()
 
@@ -552,6 +544,14 @@ class Watcher:
         with self._changed:
             self._changed.notify_all()
         self.changed()
+
+
+def _steer_watch(watch: Watch, paused: bool) -> None:
+    try:
+        watch.pause() if paused else watch.run()
+    except UsageError:
+        if not watch.closed:  # it has just ended: nothing to steer
+            raise
 
 
 def _is_under_way(watch: Watch) -> bool:
