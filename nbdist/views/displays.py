@@ -127,11 +127,7 @@ def _show_panel(panel: Panel) -> Bundle:
 
 
 def _show_swarm(swarm: Swarm) -> Bundle:
-    return _picture_of_swarm(snapshot_of(swarm), repr(swarm), lasting=True)
-
-
-def _picture_of_swarm(snapshot: Any, text: str, *, lasting: bool) -> Bundle:
-    return {"text/plain": text, "text/html": map_as_html(snapshot, lasting=lasting)}
+    return {"text/plain": repr(swarm), "text/html": map_as_html(snapshot_of(swarm), lasting=True)}
 
 
 def _watcher_of(watch: Watch) -> Watcher:
@@ -216,7 +212,7 @@ def _live_swarm(swarm: Swarm) -> None:
     from nbdist.views.widgets.map import MapView
 
     view, text = _keep(MapView(swarm)), repr(swarm)
-    view.show(sink, lambda: _picture_of_swarm(view.look(), text, lasting=False))
+    view.show(sink, lambda: {"text/plain": text, "text/html": map_as_html(view.look())})
 
 
 def _keep(view: Any) -> Any:

@@ -72,12 +72,8 @@ def _slowest(found: Backward) -> Remark:
     worker, where, seconds, keys = slowest
     longest = max(keys, key=lambda key: found.seconds[key])
     count = f"{len(keys)} nodes, the longest " if len(keys) > 1 else ""
-    node = SentencePart(f"node {longest[1]}", longest)
-    return (
-        SentencePart(f"most time, {duration(seconds)}, went into {where} on {worker} ({count}"),
-        node,
-        SentencePart(")"),
-    )
+    said = f"most time, {duration(seconds)}, went into {where} on {worker} ({count}"
+    return SentencePart(said), SentencePart(f"node {longest[1]}", longest), SentencePart(")")
 
 
 def _longest_on_gpu(found: Backward) -> Remark:

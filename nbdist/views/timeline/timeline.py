@@ -167,8 +167,7 @@ class Timeline:
         shown = sorted(self.noted, key=lambda one: one.start - one.end)[:_BARS_DRAWN]
         rows: list[tuple[str, list[Bar]]] = []
         for worker in self.workers:
-            lanes = stack([one for one in shown if one.agent == worker])
-            for number, lane in enumerate(lanes):
+            for number, lane in enumerate(stack([one for one in shown if one.agent == worker])):
                 rows.append((worker if not number else "", [_bar(one) for one in lane]))
         left = f"; the {_BARS_DRAWN} longest of {len(self.noted)}" if len(self.noted) > _BARS_DRAWN else ""
         lost = f"; {self.lost} events or workers are missing" if self.lost else ""

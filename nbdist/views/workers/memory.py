@@ -82,13 +82,11 @@ class MemoryTable:
 
     # -- the objects --------------------------------------------------------------------------------
 
-    def _columns(self) -> list[str]:
+    def _objects(self) -> tuple[list[str], list[list[str]]]:
+        """Return the head and the rows of the table of objects."""
         since = [_SINCE] if self._last is not None else []
         gpu = ["on GPU"] if any(row.gpu for row in self._items) else []
-        return ["worker", "counted as", "what", "bytes", *gpu, *since, "held by"]
-
-    def _rows(self) -> list[list[str]]:
-        columns = self._columns()
+        head = ["worker", "counted as", "what", "bytes", *gpu, *since, "held by"]
         rows = []
         for row in self._items[:_ROWS_SHOWN]:
             cells = {
@@ -100,8 +98,8 @@ class MemoryTable:
                 _SINCE: _growth(row),
                 "held by": _names_that_hold(row),
             }
-            rows.append([cells[name] for name in columns])
-        return rows
+            rows.append([cells[name] for name in head])
+        return head, rows
 
     def _foot(self) -> list[str]:
         """Return the lines below the tables: how much is left out, and which objects could be freed."""
@@ -131,14 +129,14 @@ class MemoryTable:
     def __repr__(self) -> str:
         lines = tables.as_lines(*self._totals())
         if self._items:
-            lines += ["", *tables.as_lines(self._columns(), self._rows())]
+            lines += ["", *tables.as_lines(*self._objects())]
         return "\n".join([*lines, "", *self._foot(), *self._explained()])
 
     def _repr_html_(self) -> str:
         faint = [number for number, row in enumerate(self._items) if row.idle]
         parts = [tables.as_html(*self._totals())]
         if self._items:
-            parts.append(tables.as_html(self._columns(), self._rows(), faint))
+            parts.append(tables.as_html(*self._objects(), faint))
         parts += [f'<div style="overflow-wrap:anywhere">{escape(line)}</div>' for line in self._foot()]
         parts += [f'<div style="opacity:.6">{escape(line)}</div>' for line in self._explained()]
         return themed(*parts)

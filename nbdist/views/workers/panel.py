@@ -90,10 +90,8 @@ class Panel:
         Each is (first, second, calls of the first that wait for an answer, bytes a second).
         """
         waits = {(row.name, other): count for row in self.rows for other, count in row.report.waits.items()}
-        pairs = [
-            *waits,
-            *(pair for pair, rate in self._rates.items() if rate >= _QUIET_BYTES_PER_SECOND and pair not in waits),
-        ]
+        busy = [pair for pair, rate in self._rates.items() if rate >= _QUIET_BYTES_PER_SECOND]
+        pairs = dict.fromkeys([*waits, *busy])
         return [(*pair, waits.get(pair, 0), self._rates.get(pair, 0.0)) for pair in pairs]
 
     def blamed(self) -> list[str]:

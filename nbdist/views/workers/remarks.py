@@ -24,7 +24,9 @@ def remarks_on_start(cluster: Cluster) -> list[str]:
     if any(has_gpu) and cluster.spec.backend is None and (backend := cluster.backend) != AUTO:
         found.append(f"The process group uses {_backend_in_words(backend, all(has_gpu))}.")
     if cluster.spec.gpu_memory is None:
-        found += [_sharing(number, names) for number, names in _sharers(cluster).items()]
+        gpus = {worker.name: worker.gpu for worker in cluster.workers if worker.gpu is not None}
+        sharers = grouped(gpus, gpus.__getitem__)  # names of workers, by the number of their GPU
+        found += [_sharing(number, names) for number, names in sharers.items() if len(names) > 1]
     return found + _old(cluster)
 
 
@@ -44,12 +46,6 @@ def _old(cluster: Cluster) -> list[str]:
             lacks[name] = asked.wait()
     groups = grouped(lacks, lacks.__getitem__)
     return [f"The GPU of {say_names(names)}, {text}." for text, names in groups.items() if text]
-
-
-def _sharers(cluster: Cluster) -> dict[int, list[str]]:
-    """Return the names of the workers of each GPU that has several, by the GPU's number."""
-    gpus = {worker.name: worker.gpu for worker in cluster.workers if worker.gpu is not None}
-    return {number: names for number, names in grouped(gpus, gpus.__getitem__).items() if len(names) > 1}
 
 
 def _sharing(number: int, names: list[str]) -> str:
