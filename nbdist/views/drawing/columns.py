@@ -81,12 +81,11 @@ class Columns:
             if box.kind == "operation" and key not in sent and len(self._targets[key]) == 1 == len(self._sources[key])
             if self._sources[key][0] in leaves
         }
+        aside = {*leaves, *of_leaf}
         hosts: dict[Key, Key] = {}
         for key in of_leaf:
             (user,) = self._targets[key]
-            if self._boxes[key].name in _VIEWS or any(
-                other not in leaves and other not in of_leaf for other in self._sources[user]
-            ):
+            if self._boxes[key].name in _VIEWS or not aside.issuperset(self._sources[user]):
                 hosts[key] = user
         for leaf in leaves:
             users = [key for key in self._targets[leaf] if key[0] == leaf[0]]

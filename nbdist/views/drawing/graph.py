@@ -153,9 +153,14 @@ def _sent_by(trace: Trace, worker: str) -> list[Edge]:
 
 def plan_as_svg(plan: Plan) -> str:
     """Return the picture of a plan as SVG: the graph, and the number of gradients that each node waits for."""
+    return as_svg(plan.trace, marks_of_plan(plan))
+
+
+def marks_of_plan(plan: Plan) -> Marks:
+    """Return the marks that a picture has for a plan, before a pass begins."""
     # Only a FAST pass waits for messages that never come.
     in_vain = {edge.autograd_message_id for edge in plan.unused} if plan.mode == "fast" else ()
-    return as_svg(plan.trace, Marks(plan.waits_for, () if plan.trace.of_step else plan.roots, in_vain=in_vain))
+    return Marks(plan.waits_for, () if plan.trace.of_step else plan.roots, in_vain=in_vain)
 
 
 def as_svg(trace: Trace, marks: Marks | None = None) -> str:

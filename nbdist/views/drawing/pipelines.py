@@ -15,14 +15,11 @@ def as_html(timeline: PipelineTimeline) -> str:
         ("as it ran", timeline.rows, timeline.seconds, timeline.bubble),
         ("ideal", timeline.ideal, timeline.ideal_seconds, timeline.ideal_bubble),
     )
-    drawings = [
-        gantt(
-            f"{title}: {duration(length)}, bubbles {bubble:.0%}",
-            [(name, [_bar(timeline, span) for span in row]) for name, row in zip(timeline.workers, rows, strict=True)],
-            seconds,
-        )
-        for title, rows, length, bubble in both
-    ]
+    drawings = []
+    for title, rows, length, bubble in both:
+        bars = [[_bar(timeline, span) for span in row] for row in rows]
+        named = list(zip(timeline.workers, bars, strict=True))
+        drawings.append(gantt(f"{title}: {duration(length)}, bubbles {bubble:.0%}", named, seconds))
     return with_legend(drawings, {KINDS[span.op.kind].name for row in timeline.rows for span in row})
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from html import escape
 
 from nbdist.amounts import duration
 from nbdist.views import tables
-from nbdist.views.drawing.graph import Marks, as_svg
+from nbdist.views.drawing.graph import Marks, as_svg, marks_of_plan
 from nbdist.views.drawing.pictures import as_image, themed
 from nbdist.views.passes.backward import Backward
 from nbdist.views.passes.remarks import remarks, text_of
@@ -30,17 +31,12 @@ def as_text(found: Backward) -> list[str]:
 def as_html(found: Backward, told: str) -> str:
     """Return picture, table and remarks as HTML without scripts. ``told``, the line above them, is escaped here."""
     on_gpus = ("GPU",) if found.on_gpu else ()
-    rows = [
-        (
-            share.worker,
-            f"{share.done}/{share.nodes}",
-            duration(share.busy),
-            duration(share.idle),
-            *((duration(share.on_gpu) if share.on_gpu is not None else "",) if on_gpus else ()),
-            ", ".join(share.waits_for),
-        )
-        for share in found.shares()
-    ]
+    rows = []
+    for share in found.shares():
+        times = [duration(share.busy), duration(share.idle)]
+        if on_gpus:
+            times.append(duration(share.on_gpu) if share.on_gpu is not None else "")
+        rows.append([share.worker, f"{share.done}/{share.nodes}", *times, ", ".join(share.waits_for)])
     table = tables.as_html(("worker", "nodes", "busy", "waited", *on_gpus, "waits for"), rows)
     told_of = "".join(f"<div>{escape(text_of(remark))}</div>" for remark in remarks(found))
     drawing = as_image(as_svg(found.plan.trace, marks_of(found)))
@@ -49,15 +45,7 @@ def as_html(found: Backward, told: str) -> str:
 
 def marks_of(found: Backward) -> Marks:
     """Return the marks that the picture adds to the graph: counts of gradients, states, the critical path, a NaN."""
-    plan = found.plan
-    states = {key: found.state_of(key) for key in plan.waits_for}
-    over = all(state == "done" for state in states.values())
-    return Marks(
-        plan.waits_for,
-        () if plan.trace.of_step else plan.roots,
-        got=None if over else found.got,
-        states=states,
-        bad=found.blamed(),
-        path=found.critical_path(),
-        in_vain={edge.autograd_message_id for edge in plan.unused} if plan.mode == "fast" else (),
-    )
+    states = {key: found.state_of(key) for key in found.plan.waits_for}
+    got = None if all(state == "done" for state in states.values()) else found.got
+    marks = marks_of_plan(found.plan)
+    return replace(marks, got=got, states=states, bad=found.blamed(), path=found.critical_path())

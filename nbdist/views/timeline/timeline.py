@@ -183,19 +183,11 @@ class Timeline:
         for number, worker in enumerate(self.workers):
             events.append({"ph": "M", "name": "process_name", "pid": number, "args": {"name": worker}})
             for lane, row in enumerate(stack([one for one in self.noted if one.agent == worker])):
-                events += [
-                    {
-                        "ph": "X",
-                        "name": one.name,
-                        "cat": KINDS[one.kind].words,
-                        "pid": number,
-                        "tid": lane,
-                        "ts": one.start * 1e6,
-                        "dur": (one.end - one.start) * 1e6,
-                        **({"args": {"GPU ms": one.gpu * 1e3}} if one.gpu is not None else {}),
-                    }
-                    for one in row
-                ]
+                for one in row:
+                    work = {"ph": "X", "name": one.name, "cat": KINDS[one.kind].words, "pid": number, "tid": lane}
+                    times = {"ts": one.start * 1e6, "dur": (one.end - one.start) * 1e6}
+                    on_gpu = {"args": {"GPU ms": one.gpu * 1e3}} if one.gpu is not None else {}
+                    events.append({**work, **times, **on_gpu})
         return {"traceEvents": events, "displayTimeUnit": "ms"}
 
     def save(self, path: str | Path) -> None:
