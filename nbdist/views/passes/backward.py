@@ -158,9 +158,8 @@ class Backward:
 
     def state_of(self, key: Key) -> str:
         """Return the state of a node: unused, waiting, ready, halted, running or done."""
-        known = self.state.get(key)
-        if known is not None:
-            return known
+        if key in self.state:
+            return self.state[key]
         if key not in self.plan.waits_for:
             return "unused"
         return "ready" if self.got[key] >= self.plan.waits_for[key] else "waiting"

@@ -26,14 +26,13 @@ class Pace:
 
     def __init__(self) -> None:
         self._began: float | None = None
-        self._looked = float("-inf")
+        self._looked: float | None = None  # when the last watched step began
         self._paying = 0
         self._paid = 0.0
         # Seconds of the steps that paid for the last two watched steps. The smaller counts, because the first may have
         # included a warm-up, and another one a pause.
         self._costs: deque[float] = deque(maxlen=2)
         self._others: deque[float] = deque(maxlen=_TIMES_KEPT)
-        self._looks = 0
 
     def begins(self, now: float) -> None:
         """Note that a step, watched or not, begins at ``now``, on a monotonic clock, and that the last one ends."""
@@ -50,7 +49,7 @@ class Pace:
 
     def is_due(self, now: float) -> bool:
         """Return whether to watch the step that begins at ``now``. A caller that watches the step calls `looks`."""
-        if not self._looks:
+        if self._looked is None:
             return True
         if self._paying or len(self._others) < _TIMES_NEEDED:
             return False
@@ -61,7 +60,6 @@ class Pace:
 
     def looks(self, now: float) -> None:
         """Note that the step that begins at ``now`` is watched."""
-        self._looks += 1
         self._looked, self._paying, self._paid = now, _STEPS_SLOWED, 0.0
 
     def disturbed(self) -> None:

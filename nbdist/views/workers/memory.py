@@ -84,22 +84,15 @@ class MemoryTable:
 
     def _objects(self) -> tuple[list[str], list[list[str]]]:
         """Return the head and the rows of the table of objects."""
-        since = [_SINCE] if self._last is not None else []
-        gpu = ["on GPU"] if any(row.gpu for row in self._items) else []
-        head = ["worker", "counted as", "what", "bytes", *gpu, *since, "held by"]
+        has_gpus = any(row.gpu for row in self._items)
+        amounts = ["bytes", *(["on GPU"] if has_gpus else []), *([_SINCE] if self._last is not None else [])]
         rows = []
         for row in self._items[:_ROWS_SHOWN]:
-            cells = {
-                "worker": say_members(row.workers),
-                "counted as": row.kind,
-                "what": row.what,
-                "bytes": _amount(row, row.nbytes),
-                "on GPU": _amount(row, row.gpu) if row.gpu else "",
-                _SINCE: _growth(row),
-                "held by": _names_that_hold(row),
-            }
-            rows.append([cells[name] for name in head])
-        return head, rows
+            cells = [say_members(row.workers), row.kind, row.what, _amount(row, row.nbytes)]
+            cells += [_amount(row, row.gpu) if row.gpu else ""] if has_gpus else []
+            cells += [_growth(row)] if self._last is not None else []
+            rows.append([*cells, _names_that_hold(row)])
+        return ["worker", "counted as", "what", *amounts, "held by"], rows
 
     def _foot(self) -> list[str]:
         """Return the lines below the tables: how much is left out, and which objects could be freed."""

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from nbdist.amounts import size
+from nbdist.cluster.inspection.census import Amount
 from nbdist.cluster.inspection.holdings import Holding, Holdings, WorkerMemory
 from nbdist.cluster.inspection.variables import Variable
 from nbdist.cluster.output.arranger import grouped
@@ -129,10 +130,7 @@ def split(memory: WorkerMemory) -> Split:
         shared = max(shared, sum(amount.shared for amount in memory.amounts.values()))
     parts, absent, gpu = {}, 0, 0
     for kind in KINDS:
-        amount = memory.amounts.get(kind)
-        parts[kind] = 0
-        if amount is None:
-            continue
+        amount = memory.amounts.get(kind, Amount())
         own = amount.private if private is None else min(amount.private, private)
         mapped = amount.shared if shared is None else min(amount.shared, shared)
         private = None if private is None else private - own
