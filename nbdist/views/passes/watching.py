@@ -87,7 +87,7 @@ class Watcher:
         self._watch: Watch | None = None
         self._id: PassId | None = None
         self._pass: Backward | None = None
-        self._outline: tuple[Plan, dict[str, Any]] | None = None  # the last outline for a page, and its plan
+        self._outline: tuple[Plan | None, dict[str, Any]] = None, {}  # the last outline for a page, and its plan
         self._waiting = 0  # threads that wait for a pass, to step or run it
         self._due = set[int]()  # threads that are opening a context that will be watched
         self.ended = False
@@ -362,13 +362,11 @@ class Watcher:
         It is "failed" if the pass, or the cell in the background, raised an error, and "ended" if the cell or the
         context ended before the pass was over, or before any pass.
         """
-        if self.error is not None:
-            return "failed"
         seen = self.last
+        if self.error is not None or (seen is not None and seen.error):
+            return "failed"
         if seen is None:
             return "ended" if self.ended else "waiting for a backward pass"
-        if seen.error:
-            return "failed"
         if seen.over:
             return "over"
         if self._open() is None:
@@ -378,17 +376,11 @@ class Watcher:
     def drawn(self) -> tuple[dict[str, Any], dict[str, Any], Backward | None]:
         """Return the data of a page: the outline of the present pass, its progress, and the pass itself or None."""
         found = self.backward
-        outline: dict[str, Any] = {}
-        if found is not None:
-            # Once for each pass: it is large, and does not change.
-            if self._outline is None or self._outline[0] is not found.plan:
-                self._outline = found.plan, page.outline(found)
-            outline = self._outline[1]
-        return outline, self._snapshot(found), found
-
-    def _snapshot(self, found: Backward | None) -> dict[str, Any]:
+        # Once for each pass: it is large, and does not change.
+        if found is not None and self._outline[0] is not found.plan:
+            self._outline = found.plan, page.outline(found)
         seen = self.last
-        return {
+        snapshot = {
             **(page.snapshot(found) if found is not None else {}),
             "state": self.state,
             "paused": self.paused,
@@ -396,6 +388,7 @@ class Watcher:
             "over": seen is not None and seen.over,
             "told": self._told(found),
         }
+        return self._outline[1] if found is not None else {}, snapshot, found
 
     def told(self) -> str:
         """Return a line about the present pass: its kind, the nodes that have run, the state, an error."""
