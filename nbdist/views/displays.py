@@ -24,8 +24,7 @@ from nbdist.cluster.cluster import Cluster
 from nbdist.cluster.output.sinks import PlainSink, Sink, current_sink
 from nbdist.rpc.references.rref import RRef
 from nbdist.views import cards
-from nbdist.views.map import as_html as map_as_html
-from nbdist.views.map import snapshot_of
+from nbdist.views import map as swarm_map
 from nbdist.views.passes import report
 from nbdist.views.passes.watching import Watcher
 from nbdist.views.references import FINAL_STANDINGS, are_references, bundle, bundle_of_rows, facts_of, rows_of
@@ -127,7 +126,7 @@ def _show_panel(panel: Panel) -> Bundle:
 
 
 def _show_swarm(swarm: Swarm) -> Bundle:
-    return {"text/plain": repr(swarm), "text/html": map_as_html(snapshot_of(swarm), lasting=True)}
+    return {"text/plain": repr(swarm), "text/html": swarm_map.as_html(swarm_map.snapshot_of(swarm), lasting=True)}
 
 
 def _watcher_of(watch: Watch) -> Watcher:
@@ -172,7 +171,7 @@ def _live_many(value: list[Any] | tuple[Any, ...] | dict[Any, Any]) -> None:
         raise NotImplementedError
     from nbdist.views.widgets.rref_table import LIVE, RRefTable
 
-    table = RRefTable(value)
+    table = RRefTable(rows_of(value))
     LIVE.keep(table)
     table.show(sink, table.picture)
     _part_with_cluster()
@@ -212,7 +211,7 @@ def _live_swarm(swarm: Swarm) -> None:
     from nbdist.views.widgets.map import MapView
 
     view, text = _keep(MapView(swarm)), repr(swarm)
-    view.show(sink, lambda: {"text/plain": text, "text/html": map_as_html(view.look())})
+    view.show(sink, lambda: {"text/plain": text, "text/html": swarm_map.as_html(view.look())})
 
 
 def _keep(view: Any) -> Any:

@@ -20,10 +20,7 @@ from nbdist.views.shown import Bundle
 from nbdist.views.widgets.live import LiveReferences, LiveViews
 from nbdist.views.widgets.view import identity, script, style
 
-MOST = 64  # if there are more, the card shown longest ago becomes a picture
-
-
-LIVE = LiveViews(MOST)
+LIVE = LiveViews(64)  # if there are more, the card shown longest ago becomes a picture
 
 
 class RRefCard(LiveReferences):

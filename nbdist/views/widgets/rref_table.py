@@ -8,8 +8,7 @@ from nbdist.views.shown import Bundle
 from nbdist.views.widgets.live import LiveReferences, LiveViews
 from nbdist.views.widgets.view import identity, script, style
 
-MOST = 16  # if there are more, the table shown longest ago becomes a picture
-LIVE = LiveViews(MOST)
+LIVE = LiveViews(16)  # if there are more, the table shown longest ago becomes a picture
 
 
 class RRefTable(LiveReferences):
@@ -19,9 +18,6 @@ class RRefTable(LiveReferences):
     _esm = script("buttons.js", "table.js")
     _css = style("common.css")
     kept = LIVE
-
-    def __init__(self, value: references.Many) -> None:
-        super().__init__(references.rows_of(value))
 
     def draw(self, facts: Rows[Facts]) -> str:
         """Return the table as HTML."""
