@@ -8,17 +8,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from nbdist.cluster import asking
 from nbdist.cluster.cluster import Cluster
-from nbdist.cluster.jupyter.versions import Completions, add_completer
+from nbdist.cluster.jupyter.versions import Completions
 from nbdist.cluster.spec import OPTIONS
 from nbdist.magics.lines import READERS
 from nbdist.magics.place import RemoteCode, find_remote_code
-
-if TYPE_CHECKING:
-    from IPython.core.interactiveshell import InteractiveShell
 
 ANSWER_TIMEOUT = 0.2
 """Seconds for which completion and inspection wait for a worker's kernel."""
@@ -36,45 +33,38 @@ _WORD = re.compile(r"[^\s,=\[]*$")
 _NAME = re.compile(r"\w*$")
 
 
-class RemoteCompleter:
-    """Completes code for workers, names of workers, and options of magics."""
+def complete(shell: Any, text: str, cursor: int) -> Completions:
+    """Return the completions at a place in the text of a cell of ``shell``; ``cursor`` counts characters.
 
-    def __init__(self, shell: InteractiveShell) -> None:
-        self._shell: Any = shell
-        self.remove = add_completer(shell, self.complete)
-        """Removes this completer from the shell again. Call this once."""
+    The result is empty where the text is not for this completer; IPython then completes alone.
+    """
+    before = text[:cursor]
+    # First: also in code for workers, where no worker need be asked for the workers' names.
+    if (called := _CALLED.search(before)) is not None and Cluster.current is not None:
+        names = [name for name in [*_workers(), Cluster.current.driver] if name.startswith(called[1])]
+        return Completions(names, called[1], "worker", alone=True)
+    place = find_remote_code(text, cursor)
+    if place is not None:
+        return _remote_code(place)
+    line = before.rpartition("\n")[2]
+    asked = _MAGIC_LINE.match(line)
+    if asked is None or (reader := READERS.get(asked[1])) is None:
+        return Completions()
+    magic, options = asked[1], reader.options
+    if reader.takes_targets:
+        words = [*_variables(shell, magic), *_workers(), "all", *options]
+        return _words(line, words, alone=magic.startswith("%%") or line.rpartition(" ")[2].startswith("-"))
+    value = _VALUE.fullmatch(line)
+    return _words(line, _VALUES[value[1]] if value is not None else options)
 
-    def complete(self, text: str, cursor: int) -> Completions:
-        """Return the completions at a place in a cell's text; ``cursor`` counts characters.
 
-        The result is empty where the text is not for this completer; IPython then completes alone.
-        """
-        before = text[:cursor]
-        # First: also in code for workers, where no worker need be asked for the workers' names.
-        if (called := _CALLED.search(before)) is not None and Cluster.current is not None:
-            names = [name for name in [*_workers(), Cluster.current.driver] if name.startswith(called[1])]
-            return Completions(names, called[1], "worker", alone=True)
-        place = find_remote_code(text, cursor)
-        if place is not None:
-            return _remote_code(place)
-        line = before.rpartition("\n")[2]
-        asked = _MAGIC_LINE.match(line)
-        if asked is None or (reader := READERS.get(asked[1])) is None:
-            return Completions()
-        magic, options = asked[1], reader.options
-        if reader.takes_targets:
-            words = [*self._variables(magic), *_workers(), "all", *options]
-            return _words(line, words, alone=magic.startswith("%%") or line.rpartition(" ")[2].startswith("-"))
-        value = _VALUE.fullmatch(line)
-        return _words(line, _VALUES[value[1]] if value is not None else options)
-
-    def _variables(self, magic: str) -> list[str]:
-        if magic == "%dist_push":
-            hidden = self._shell.user_ns_hidden
-            return [name for name in list(self._shell.user_ns) if not name.startswith("_") and name not in hidden]
-        if magic in ("%dist_pull", "%dist_diff") and Cluster.current is not None:
-            return sorted({name for worker in Cluster.current.workers for name in worker.names})
-        return []
+def _variables(shell: Any, magic: str) -> list[str]:
+    if magic == "%dist_push":
+        hidden = shell.user_ns_hidden
+        return [name for name in list(shell.user_ns) if not name.startswith("_") and name not in hidden]
+    if magic in ("%dist_pull", "%dist_diff") and Cluster.current is not None:
+        return sorted({name for worker in Cluster.current.workers for name in worker.names})
+    return []
 
 
 def _words(before: str, words: Iterable[str], *, alone: bool = True) -> Completions:

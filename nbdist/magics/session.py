@@ -11,15 +11,17 @@ from __future__ import annotations
 
 import re
 import sys
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from nbdist.cluster import spawning
 from nbdist.cluster.cluster import Cluster
 from nbdist.cluster.jupyter import labels
 from nbdist.cluster.jupyter.page_lines import Page, follow_page
+from nbdist.cluster.jupyter.versions import add_completer
 from nbdist.cluster.processes.launchers.local import discard
 from nbdist.errors import UsageError
-from nbdist.magics.completion import RemoteCompleter
+from nbdist.magics.completion import complete
 from nbdist.magics.inspection import RemoteInspector
 from nbdist.magics.reruns import Reruns
 from nbdist.views.workers.memory_rows import Look
@@ -50,7 +52,7 @@ class NotebookSession:
         shell.input_transformers_cleanup.insert(0, self._transform)
         shell.events.register("pre_run_cell", self._before_cell)
         shell.events.register("post_run_cell", self._after_cell)
-        self._completer = RemoteCompleter(shell)
+        self._remove_completer = add_completer(shell, partial(complete, shell))
         labels.trim_tracebacks(shell)
         kernel = getattr(shell, "kernel", None)
         self._inspector = RemoteInspector(kernel) if hasattr(kernel, "do_inspect") else None
@@ -103,7 +105,7 @@ class NotebookSession:
         self._shell.input_transformers_cleanup.remove(self._transform)
         self._shell.events.unregister("pre_run_cell", self._before_cell)
         self._shell.events.unregister("post_run_cell", self._after_cell)
-        self._completer.remove()
+        self._remove_completer()
         if self._inspector is not None:
             self._inspector.remove()
         del self._shell.compile.cache, self._shell.compile.ast_parse
