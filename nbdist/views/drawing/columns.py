@@ -60,9 +60,7 @@ class Columns:
             self._targets[line.source].append(line.target)
         self._hosts = self._find_hosts()
         # By their topmost box. The column of each is set later.
-        self.items = {
-            key: Item(key[0], 0, 0.0, list(self._pile(key, 0))) for key in self._boxes if key not in self._hosts
-        }
+        self.items = {key: Item(key[0], 0, 0.0, list(self._pile(key))) for key in self._boxes if key not in self._hosts}
         self._passing: dict[Key, list[Item]] = {}
         self._set_columns()
         self._join()
@@ -114,7 +112,7 @@ class Columns:
             key = self._hosts[key]
         return key
 
-    def _pile(self, key: Key, depth: int) -> Iterator[tuple[Box, int]]:
+    def _pile(self, key: Key, depth: int = 0) -> Iterator[tuple[Box, int]]:
         """Yield a box and all boxes that hang below it, top down, each with its depth of indentation."""
         yield self._boxes[key], depth
         for source in dict.fromkeys(self._sources[key]):

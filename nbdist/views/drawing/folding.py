@@ -132,10 +132,9 @@ class _Graph:
             for source in self.before[key]:
                 self.after[source].append(key)
         self.sent = {source for _, source, _ in self.crossings}
-        self._paths = {
-            key: (node.module or "").split(".") for key, node in self.nodes.items() if node.kind == "operation"
-        }
-        self.depth = max(map(len, self._paths.values()), default=0)
+        paths = {key: (node.module or "").split(".") for key, node in self.nodes.items() if node.kind == "operation"}
+        self._paths = paths
+        self.depth = max(map(len, paths.values()), default=0)
 
     def _sorted(self) -> list[Key]:
         """Return the nodes depth first, each after the nodes of `earlier`."""

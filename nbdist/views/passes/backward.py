@@ -185,25 +185,22 @@ class Backward:
 
     def shares(self) -> list[WorkerShare]:
         """Return the shares of the workers that have nodes in the graph, also of those whose nodes take no part."""
-        found = {worker: WorkerShare(worker) for worker in self.plan.trace.nodes}
-        ran: dict[str, list[Interval]] = {worker: [] for worker in found}
-        for key in self.plan.waits_for:
-            share = found[key[0]]
-            share.nodes += 1
-            if key in self.ended:
-                share.done += 1
-                share.busy += self.seconds[key]
-                if key in self.on_gpu:
-                    share.on_gpu = (share.on_gpu or 0.0) + self.on_gpu[key]
-                ran[key[0]].append((self.ended[key] - self.seconds[key], self.ended[key]))
-            share.waits_for = sorted({*share.waits_for, *self.waits(key)})
-        # A worker that waits for the gradients of a halted worker waits for the user: that is not idle time.
-        halts = [*self.halts, *((begun, math.inf) for begun in self._halted.values())]
-        for worker, times in ran.items():
-            if times:
-                span = min(times)[0], max(end for _, end in times)
-                found[worker].idle = uncovered(span, times + halts)
-        return [share for share in found.values() if share.nodes or self.plan.trace.nodes[share.worker]]
+        keys = grouped(self.plan.waits_for, lambda key: key[0])
+        return [self._share(worker, keys.get(worker, [])) for worker, nodes in self.plan.trace.nodes.items() if nodes]
+
+    def _share(self, worker: str, keys: Sequence[Key]) -> WorkerShare:
+        """Return the share of a worker; ``keys`` are its nodes that take part."""
+        done = [key for key in keys if key in self.ended]
+        on_gpu = [self.on_gpu[key] for key in done if key in self.on_gpu]
+        share = WorkerShare(worker, len(keys), len(done), math.fsum(self.seconds[key] for key in done))
+        share.on_gpu = math.fsum(on_gpu) if on_gpu else None
+        share.waits_for = sorted({other for key in keys for other in self.waits(key)})
+        if done:
+            ran = [(self.ended[key] - self.seconds[key], self.ended[key]) for key in done]
+            # A worker that waits for the gradients of a halted worker waits for the user: that is not idle time.
+            halts = [*self.halts, *((begun, math.inf) for begun in self._halted.values())]
+            share.idle = uncovered((min(ran)[0], max(end for _, end in ran)), ran + halts)
+        return share
 
     def critical_path(self) -> list[Key]:
         """Return a chain of nodes, from the first that ran to the last; each node waited for the one before it.
