@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Container
 from html import escape
 
 from nbdist.amounts import counted, size
@@ -32,7 +32,7 @@ class MemoryTable:
         self,
         found: Holdings,
         last: Look | None = None,
-        workers: Collection[str] | None = None,
+        workers: Container[str] | None = None,
         *,
         unfolded: bool = False,
     ) -> None:

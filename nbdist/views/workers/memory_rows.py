@@ -9,7 +9,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from nbdist.amounts import size
@@ -55,7 +55,7 @@ class Row:
         return (self.nbytes or 0) + self.gpu
 
 
-def rows_of(found: Holdings, workers: Iterable[str] | None = None) -> list[Row]:
+def rows_of(found: Holdings, workers: Container[str] | None = None) -> list[Row]:
     """Return a row for each object, by worker and kind, the largest first; for the named ``workers``, or all."""
     rows = []
     for memory in found.workers:

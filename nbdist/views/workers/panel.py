@@ -157,10 +157,10 @@ def blamed(waits: Mapping[str, Sequence[str]], places: Mapping[str, str]) -> lis
     that waits for nobody, which holds up the others, or it is a circle.
     """
     awaited = {other for others in waits.values() for other in others}
-    starts = [name for name in waits if waits[name] and name not in awaited]
     seen: set[str] = set()
-    found = [line for name in starts for line in _lines_of_ways([name], waits, places, seen)]
-    for name in waits:  # circles that no other worker waits for
+    found: list[str] = []
+    # First those for whom nobody waits. Of the others, only circles that no other worker waits for are left then.
+    for name in sorted(waits, key=awaited.__contains__):
         if waits[name] and name not in seen:
             found += _lines_of_ways([name], waits, places, seen)
     return found[:_CHAINS_SHOWN]

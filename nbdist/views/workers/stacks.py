@@ -26,9 +26,8 @@ def say(found: Stacks) -> str:
                 f"{worker} does not answer: it starts, has been stopped, or computes without releasing the GIL."
             )
         else:
-            said += _lines_of(
-                [worker], f"{thread.thread}, while a thread holds the GIL; the others are not seen", thread
-            )
+            title = f"{thread.thread}, while a thread holds the GIL; the others are not seen"
+            said += _lines_of([worker], title, thread)
     said += [f"{worker} {why}." for worker, why in found.lost.items()]
     return "\n".join(said)
 
