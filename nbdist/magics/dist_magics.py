@@ -644,17 +644,10 @@ class DistMagics(Magics):  # type: ignore[misc, unused-ignore]
         page = self._session.page()
         check(self._shell, code, {*self.magics["line"], *self.magics["cell"]}, page)
         wait = not (options.noblock or options.local)
-        cell = cluster.execute(
-            code,
-            options.targets,
-            block=wait,
-            timeout=options.timeout,
-            group_outputs=options.group_outputs,
-            fail_fast=options.fail_fast,
-            progress_after=options.progress_after,
-            keep=options.out is not None,
-            above=lines_above(page.text, code) or 0,
-        )
+        # The magic and `execute` have the same names for these options.
+        same = {name: getattr(options, name) for name in ("timeout", "group_outputs", "fail_fast", "progress_after")}
+        keep, above = options.out is not None, lines_above(page.text, code) or 0
+        cell = cluster.execute(code, options.targets, block=wait, keep=keep, above=above, **same)
         if options.noblock:
             self._session.reruns.begin(cell)
         if options.local and options.noblock:

@@ -22,7 +22,7 @@ from nbdist.cluster.jupyter.versions import add_completer
 from nbdist.cluster.processes.launchers.local import discard
 from nbdist.errors import UsageError
 from nbdist.magics.completion import complete
-from nbdist.magics.inspection import RemoteInspector
+from nbdist.magics.inspection import inspect_on_workers
 from nbdist.magics.reruns import Reruns
 from nbdist.views.workers.memory_rows import Look
 
@@ -54,8 +54,9 @@ class NotebookSession:
         shell.events.register("post_run_cell", self._after_cell)
         self._remove_completer = add_completer(shell, partial(complete, shell))
         labels.trim_tracebacks(shell)
-        kernel = getattr(shell, "kernel", None)
-        self._inspector = RemoteInspector(kernel) if hasattr(kernel, "do_inspect") else None
+        self._kernel: Any = getattr(shell, "kernel", None)
+        if hasattr(self._kernel, "do_inspect"):
+            inspect_on_workers(self._kernel)
         hook: Any = self._shell.displayhook
         self._show_result: Any = hook.start_displayhook
         hook.start_displayhook = self._before_result
@@ -106,8 +107,8 @@ class NotebookSession:
         self._shell.events.unregister("pre_run_cell", self._before_cell)
         self._shell.events.unregister("post_run_cell", self._after_cell)
         self._remove_completer()
-        if self._inspector is not None:
-            self._inspector.remove()
+        if hasattr(self._kernel, "do_inspect"):
+            del self._kernel.do_inspect
         del self._shell.compile.cache, self._shell.compile.ast_parse
         del self._shell.displayhook.start_displayhook
         del self._shell.InteractiveTB.structured_traceback  # the attribute hides the class's own method
