@@ -142,9 +142,8 @@ def as_svg(snapshot: Mapping[str, Any]) -> str:
         drawn.append(f'<text x="4" y="{top + 14}" class="ink">{escape(shown)}</text>')
         drawn.append(f'<rect x="{left}" y="{top + 2}" width="{count * cell}" height="{_ROW - 4}" class="track"/>')
         drawn += [_draw_part(name, part, left, top, cell) for part in own]
-    for number in range(1, count):  # last, so that the lines between blocks lie over the bars
-        x = left + number * cell
-        drawn.append(f'<path d="M{x} {_ROW}V{height}" class="gap"/>')
+    # Last, so that the lines between blocks lie over the bars.
+    drawn += [f'<path d="M{left + number * cell} {_ROW}V{height}" class="gap"/>' for number in range(1, count)]
     return svg(width, height, _head(snapshot), drawn)
 
 
@@ -210,8 +209,8 @@ def _session(snapshot: Mapping[str, Any], *, lasting: bool) -> list[str]:
 
 
 def _legend(snapshot: Mapping[str, Any]) -> str:
-    over = snapshot["over"]
-    drawn = [part for server in snapshot["servers"] for part in parts(server, snapshot["route"], over=over)]
+    route, over = snapshot["route"], snapshot["over"]
+    drawn = [part for server in snapshot["servers"] for part in parts(server, route, over=over)]
     seen = {part.kind for part in [*drawn, *missing(snapshot)]}
     return legend((colour, _KINDS[kind]) for kind, colour in _COLOURS.items() if kind in seen)
 

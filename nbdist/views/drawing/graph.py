@@ -33,13 +33,9 @@ _LEGEND_LINE = 15  # pixels
 _NAMES_A_LINE = 12  # in one line of text
 
 _INK, _FAINT, _RULE, _GREY = "#1f2328", "#6b7280", "#d0d7de", "#8b95a1"
+# By the kind of a box: its colour, and its words in the legend.
 _FILL = {"operation": "#eef0f3", "leaf": "#d6e8fc", "receive": "#fde6c3", "group": "#e8e3f6"}
-_KIND_WORDS = {
-    "operation": "operation",
-    "leaf": "leaf (parameter)",
-    "receive": "receive",
-    "group": f"{TIMES}n: n nodes",
-}
+_WORDS = {"operation": "operation", "leaf": "leaf (parameter)", "receive": "receive", "group": f"{TIMES}n: n nodes"}
 # Once a pass has begun, by the state of a box: its words in the legend, its colour and that of its frame.
 _STATES = {
     "waiting": ("has not run", "#fff", _GREY),
@@ -362,7 +358,7 @@ class _Drawing:
         what = "operations" if trace.of_step else "gradients"
         states = {self.state_of_box(box) for box in boxes}
         fill = "#fff" if marks.states else None
-        found = [(words, _sample(kind, fill), 16.0) for kind, words in _KIND_WORDS.items() if kind in kinds]
+        found = [(words, _sample(kind, fill), 16.0) for kind, words in _WORDS.items() if kind in kinds]
         for state, (meaning, *colours) in _STATES.items():
             if state in states:
                 found.append((meaning, _sample("operation", *colours, dashed=state == "waiting"), 16.0))

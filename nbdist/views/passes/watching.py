@@ -470,15 +470,14 @@ class Watcher:
         watch.on_step = lambda plan: self.plan(watch.context_id, self._recorder.me, plan)
         watch.on_news = lambda: self._on_news(watch)
         with self._changed:
-            ended = self.ended
             self._watches = [other for other in self._watches if not other.closed]  # a loop has many
-            if not ended:
+            if not self.ended:
                 self._watches.append(watch)
                 # `_must_halt` may have changed since the watch began.
                 if self._given is None and watch.paused != self._must_halt():
                     _steer_watch(watch, self._must_halt())
-        if ended:
-            watch.close()
+                return
+        watch.close()
 
     def _on_begin(self, watch: Watch, mode: Mode, roots: Sequence[tuple[Node, int]]) -> None:
         """Make and store the plan of a pass that the calling thread is about to begin. `Watch` logs an error."""

@@ -122,12 +122,11 @@ class Timeline:
                 self.lost += self._running and self._is_there(record)  # a worker that is gone is not missing
             return
         with self._changing:
-            is_late = not self._running
-            if not is_late:
+            if self._running:
                 self._offsets[record.name] = ahead
                 self._records.append(record)
-        if is_late:  # the worker must not record for nobody
-            self._agent.at(record.name, self._name).cast("stop")
+                return
+        self._agent.at(record.name, self._name).cast("stop")  # or the worker would record for nobody
 
     def _each(self, function: Callable[..., Any], *more: Any, label: str = "") -> dict[str, Any]:
         """Call a function with the recording's name, and ``more``, on all workers; return the results by worker."""

@@ -42,11 +42,9 @@ class DiffTable:
         told = f"{self.name} is equal on {where}{parts}"
         if not self.equal:
             told = f"{self.name} differs: {self.differing} of {self.parts} parts, from {self.workers[0]}'s"
-        if not self._sharded:
-            return told
-        return (
-            f"{told}; numbers of {self._sharded} sharded DTensors are compared only where workers hold the same shard"
-        )
+        if self._sharded:
+            told += f"; numbers of {self._sharded} sharded DTensors are compared only where workers hold the same shard"
+        return told
 
     def __repr__(self) -> str:
         lines = [self._head()]

@@ -54,11 +54,8 @@ class MemoryTable:
 
     def _totals(self) -> tuple[list[str], list[list[str]]]:
         """Return the head and the rows of the table of workers. Columns that would be empty are left out."""
-        parts = {
-            "references": "by reference",
-            "contexts": "contexts" if any(each.parts["contexts"] for each in self._splits) else "",
-            "variables": "variables",
-        }
+        contexts = "contexts" if any(each.parts["contexts"] for each in self._splits) else ""
+        parts = {"references": "by reference", "contexts": contexts, "variables": "variables"}
         head = ["worker", "memory", _SINCE if self._last is not None else ""]
         head += [*parts.values(), "shared memory" if any(each.shared for each in self._splits) else ""]
         has_gpus = any(memory.gpu_taken for memory in self._workers) or any(each.gpu for each in self._splits)

@@ -96,17 +96,14 @@ class Panel:
 
     def blamed(self) -> list[str]:
         """Return a line for each collective to which workers have not come, and for each chain of waiting workers."""
-        chains = blamed(self._waits(), {row.name: row.report.where for row in self.rows})
-        return [parting.text for parting in self._status.partings] + chains
-
-    def _waits(self) -> dict[str, list[str]]:
-        """Return for each worker, and for the notebook, the other workers for whose answers it waits."""
-        agent = self.cluster.agent
-        waits = {agent.me.name: self._awaited, **{row.name: list(row.report.waits) for row in self.rows}}
+        # For each worker, and for the notebook, the other workers for whose answers it waits.
+        notebook = self.cluster.agent.me.name
+        waits = {notebook: self._awaited, **{row.name: list(row.report.waits) for row in self.rows}}
         for parting in self._status.partings:
             for worker in parting.present:
                 waits[worker] += [other for other in parting.absent if other not in waits[worker]]
-        return waits
+        chains = blamed(waits, {row.name: row.report.where for row in self.rows})
+        return [parting.text for parting in self._status.partings] + chains
 
     def show_stacks(self, worker: str) -> None:
         """Show the threads of a worker below the rows; a second call with the same worker removes them."""

@@ -22,9 +22,7 @@ def say(found: Stacks) -> str:
         said.append(f"{say_names(idle)} {plural(len(idle), 'runs', 'run')} no code of yours.")
     for worker, thread in found.silent.items():
         if thread is None:
-            said.append(
-                f"{worker} does not answer: it starts, has been stopped, or computes without releasing the GIL."
-            )
+            said += [f"{worker} does not answer: it starts, has been stopped, or computes without releasing the GIL."]
         else:
             title = f"{thread.thread}, while a thread holds the GIL; the others are not seen"
             said += _lines_of([worker], title, thread)
