@@ -65,7 +65,6 @@ def _find_magic(transformed: str, own: Container[str]) -> str | None:
                 return f"{_MARKS[kind]}{name}"
             # The text below a magic such as %%time.
             case ast.Call(ast.Attribute(attr="run_cell_magic"), [*_, ast.Constant(str(body))]):
-                found = _find_magic(TransformerManager().transform_cell(body), own)
-                if found is not None:
+                if (found := _find_magic(TransformerManager().transform_cell(body), own)) is not None:
                     return found
     return None

@@ -43,8 +43,7 @@ def complete(shell: Any, text: str, cursor: int) -> Completions:
     if (called := _CALLED.search(before)) is not None and Cluster.current is not None:
         names = [name for name in [*_workers(), Cluster.current.driver] if name.startswith(called[1])]
         return Completions(names, called[1], "worker", alone=True)
-    place = find_remote_code(text, cursor)
-    if place is not None:
+    if (place := find_remote_code(text, cursor)) is not None:
         return _remote_code(place)
     line = before.rpartition("\n")[2]
     asked = _MAGIC_LINE.match(line)
@@ -81,8 +80,7 @@ def _remote_code(place: RemoteCode) -> Completions:
     if worker is None or Cluster.current is None:
         return Completions()
     code, cursor = place.code, place.cursor
-    found = asking.complete(Cluster.current, worker, code, cursor, ANSWER_TIMEOUT)
-    if found is not None:
+    if (found := asking.complete(Cluster.current, worker, code, cursor, ANSWER_TIMEOUT)) is not None:
         matches, start, end = found
         fragment = code[start:cursor] if end >= cursor else ""
     else:

@@ -72,6 +72,17 @@ def _names(magic: str, line: str) -> tuple[list[str], str | None]:
     return [name for word in found.names for name in word.split(",") if name], found.targets
 
 
+def _memory_of(cluster: Cluster, targets: str) -> set[str]:
+    """Return the names of the workers in a target. The notebook's own name may be among them.
+
+    Raises UnknownWorker or UsageError for a target that is wrong.
+    """
+    parts = [part.strip() for part in targets.split(",")]
+    others = ",".join(part for part in parts if part != cluster.driver)
+    own = {cluster.driver} if cluster.driver in parts else set()
+    return own | ({worker.name for worker in cluster.select(others)} if others else set())
+
+
 def _shortly(magic: Callable[..., Any]) -> Callable[..., Any]:
     """Return the magic, changed so that nbdist's errors show no traceback: it would have only nbdist's own code."""
 
@@ -148,8 +159,7 @@ class DistMagics(Magics):  # type: ignore[misc, unused-ignore]
             %dist_init -n 4 --seed 1
         """
         spec = parse_init(line)
-        running = Cluster.current
-        if running is not None and running.running:
+        if (running := Cluster.current) is not None and running.running:
             if not running.is_as(spec):
                 raise UsageError(f"another cluster runs, of {len(running.names)} workers; end it with %dist_shutdown")
             print(f"The cluster runs: {', '.join(running.names)}.")
@@ -322,23 +332,12 @@ class DistMagics(Magics):  # type: ignore[misc, unused-ignore]
             %dist_memory worker1 -v
         """
         asked = read("%dist_memory", line)
-        workers = self._memory_of(asked.targets) if asked.targets is not None else None
-        self._session.cluster()
+        cluster = self._session.cluster()
+        workers = _memory_of(cluster, asked.targets) if asked.targets is not None else None
         last = self._session.memory_look
         table = MemoryTable(holdings.collect(), last, workers, unfolded=asked.all or workers is not None)
         self._session.memory_look = table.look
         return table
-
-    def _memory_of(self, targets: str) -> set[str]:
-        """Return the names of the workers in a target. The notebook's own name may be among them.
-
-        Raises UnknownWorker or UsageError for a target that is wrong, UsageError without a cluster.
-        """
-        cluster = self._session.cluster()
-        parts = [part.strip() for part in targets.split(",")]
-        others = ",".join(part for part in parts if part != cluster.driver)
-        own = {cluster.driver} if cluster.driver in parts else set()
-        return own | ({worker.name for worker in cluster.select(others)} if others else set())
 
     @line_magic
     def dist_free(self, line: str) -> FreedTable:
@@ -450,8 +449,7 @@ class DistMagics(Magics):  # type: ignore[misc, unused-ignore]
             %dist_push model rate -r 0,2
         """
         names, targets = _names("%dist_push", line)
-        missing = [name for name in names if name not in self._shell.user_ns]
-        if missing:
+        if missing := [name for name in names if name not in self._shell.user_ns]:
             raise UsageError(f"the notebook has no variable {', '.join(missing)}; define it here before %dist_push")
         self._session.cluster().push({name: self._shell.user_ns[name] for name in names}, targets)
 

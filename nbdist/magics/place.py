@@ -26,8 +26,7 @@ class RemoteCode(NamedTuple):
 
     def first_target(self) -> Worker | None:
         """Return the first worker on which the code would run; None if no cluster runs or the target is wrong."""
-        cluster = Cluster.current
-        if cluster is None or not cluster.running:
+        if (cluster := Cluster.current) is None or not cluster.running:
             return None
         try:
             return cluster.select(read("%%remote", self.line).targets)[0]
@@ -37,8 +36,7 @@ class RemoteCode(NamedTuple):
 
 def find_remote_code(text: str, cursor: int) -> RemoteCode | None:
     """Return the code for workers around the cursor; None if the code at the cursor runs in the notebook."""
-    first = _FIRST_LINE.match(text)
-    if first is not None:
+    if (first := _FIRST_LINE.match(text)) is not None:
         begin = first.end() + 1
         return RemoteCode(first[1], text[begin:], cursor - begin) if cursor >= begin else None
     begin = text.rfind("\n", 0, cursor) + 1

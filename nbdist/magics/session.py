@@ -142,8 +142,7 @@ class NotebookSession:
 
     def _before_result(self) -> None:
         """Wait for the output of the cell's calls on workers, so that it is shown above the cell's result."""
-        cluster = Cluster.current
-        if cluster is not None and cluster.running:
+        if (cluster := Cluster.current) is not None and cluster.running:
             cluster.settle(patience=_RESULT_WAITS_FOR_OUTPUT)
         self._show_result()
 

@@ -225,8 +225,7 @@ def _keep(view: Any) -> Any:
 
 def _part_with_cluster() -> None:
     """Make the current cluster, if there is one, call `_leave_pictures` before it shuts down."""
-    cluster = Cluster.current
-    if cluster is not None and cluster not in _parting:
+    if (cluster := Cluster.current) is not None and cluster not in _parting:
         _parting.add(cluster)
         # Weak, or the cluster would refer to itself.
         cluster.farewells.append(partial(_leave_pictures, weakref.ref(cluster)))

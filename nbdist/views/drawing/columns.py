@@ -86,8 +86,7 @@ class Columns:
             if self._boxes[key].name in _VIEWS or not aside.issuperset(self._sources[user]):
                 hosts[key] = user
         for leaf in leaves:
-            users = [key for key in self._targets[leaf] if key[0] == leaf[0]]
-            if users:
+            if users := [key for key in self._targets[leaf] if key[0] == leaf[0]]:
                 # A user that hangs itself stands where its host stands.
                 hosts[leaf] = min(users, key=lambda user: rank[hosts.get(user) or user])
         return hosts
@@ -222,8 +221,7 @@ def _pull(item: Item, others: Sequence[Item], lane: dict[str, int]) -> float:
 
     ``lane`` has the number of each lane, from top to bottom.
     """
-    own = [other.order for other in others if other.lane == item.lane]
-    if own:
+    if own := [other.order for other in others if other.lane == item.lane]:
         return sum(own) / len(own)
     if others:
         # Connected with other lanes only: to the top if that lane is above, else where the item is.

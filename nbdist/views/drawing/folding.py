@@ -79,6 +79,11 @@ def name_of(node: NodeInfo) -> str:
     return node.name.rsplit("::", 1)[-1].removesuffix("Backward0").removesuffix("Backward")
 
 
+def nodes_of(trace: Trace) -> dict[Key, NodeInfo]:
+    """Return the nodes of a trace by worker and number."""
+    return {(worker, node.number): node for worker, nodes in trace.nodes.items() for node in nodes}
+
+
 def crossings(trace: Trace) -> Iterator[tuple[Edge, Key, Key]]:
     """Yield each edge, once for each tensor sent on it, with the node that made the tensor and the receive node."""
     received: dict[tuple[int | None, int], list[Key]] = {}  # by message, and the tensor's index in it
@@ -111,7 +116,7 @@ class _Graph:
     def __init__(self, trace: Trace) -> None:
         self.workers = list(trace.nodes)
         self.in_order = trace.of_step
-        self.nodes = {(worker, node.number): node for worker, nodes in trace.nodes.items() for node in nodes}
+        self.nodes = nodes_of(trace)
         self.crossings = list(crossings(trace))
         self.before: dict[Key, list[Key]] = {
             key: [(key[0], source) for source in dict.fromkeys(node.inputs)] for key, node in self.nodes.items()

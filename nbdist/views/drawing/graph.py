@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING
 from nbdist.amounts import counted
 from nbdist.autograd.graph.events import Key
 from nbdist.views.drawing.columns import BOX
-from nbdist.views.drawing.folding import TIMES, Box, Diagram, DrawnLine, diagram_of, name_of
+from nbdist.views.drawing.folding import TIMES, Box, Diagram, DrawnLine, diagram_of, name_of, nodes_of
 from nbdist.views.drawing.layout import Layout, NodePlace, Point, lay_out
 from nbdist.views.drawing.mirrored import mirrored
 
 if TYPE_CHECKING:
-    from nbdist.autograd.graph.traces import Edge, NodeInfo, Plan, Trace
+    from nbdist.autograd.graph.traces import Edge, Plan, Trace
 
 WIDEST = 880  # the largest width of a picture, in pixels; a wider graph continues in another row of lanes below
 _NARROWEST = 420  # the smallest one, which leaves room for the legend
@@ -94,7 +94,8 @@ def plan_as_text(plan: Plan) -> str:
     total = sum(map(len, trace.nodes.values()))
     inputs = "operations" if trace.of_step else "gradients"
     kind = "pipeline step" if trace.of_step else f"{plan.mode.upper()} pass"
-    roots = _listed([f"{name_of(_node(trace, key))}@{key[0]}" for key in plan.roots])
+    by_key = nodes_of(trace)
+    roots = _listed([f"{name_of(by_key[key])}@{key[0]}" for key in plan.roots])
     lines = [
         f"plan of a {kind} in context {trace.context_id}, from {roots or 'nowhere'}: "
         f"{len(plan.waits_for)} of {counted(total, 'node')} take part; for how many {inputs} each waits:"
@@ -130,10 +131,6 @@ def _listed(names: Iterable[str]) -> str:
     told = [name if count == 1 else f"{name} {TIMES}{count}" for name, count in Counter(names).items()]
     more = [f"{len(told) - _NAMES_A_LINE} more"] if len(told) > _NAMES_A_LINE else []
     return ", ".join(told[:_NAMES_A_LINE] + more)
-
-
-def _node(trace: Trace, key: Key) -> NodeInfo:
-    return next(node for node in trace.nodes[key[0]] if node.number == key[1])
 
 
 def _tensors(edge: Edge) -> str:
@@ -177,7 +174,7 @@ class _Drawing:
         self.trace = trace
         self.has_pass = marks is not None
         self.marks = marks = marks or Marks({})
-        self.nodes = {(worker, node.number): node for worker, nodes in trace.nodes.items() for node in nodes}
+        self.nodes = nodes_of(trace)
         self.edges = {edge.autograd_message_id: edge for edge in trace.edges}
         self.diagram: Diagram = diagram_of(trace)
         self.left = min(_NAME_COLUMN_WIDEST, 26 + 7.2 * max(map(len, trace.nodes), default=0))

@@ -24,10 +24,10 @@ from graphlib import TopologicalSorter
 
 from nbdist.autograd.graph.events import Event, Key
 from nbdist.autograd.graph.inherited import Inherited
-from nbdist.autograd.graph.traces import NodeInfo, Plan
+from nbdist.autograd.graph.traces import Plan
 from nbdist.cluster.output.arranger import grouped
 from nbdist.rpc.references.peeking import Histogram
-from nbdist.views.drawing.folding import crossings, name_of
+from nbdist.views.drawing.folding import crossings, name_of, nodes_of
 from nbdist.views.passes.intervals import Interval, uncovered
 
 
@@ -53,9 +53,7 @@ class Backward:
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
-        self.nodes: dict[Key, NodeInfo] = {
-            (worker, node.number): node for worker, each in plan.trace.nodes.items() for node in each
-        }
+        self.nodes = nodes_of(plan.trace)
         self._after = self._find_next()
         # By node: the nodes, on any worker, whose gradients go to it.
         self.before: dict[Key, list[Key]] = {key: [] for key in self.nodes}

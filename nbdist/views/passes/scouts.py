@@ -130,8 +130,7 @@ class Scouts:
 
     def show_plan(self, context_id: int, root: int, plan: Plan) -> None:
         """Give the watcher, unless it is gone, the plan of a pass that is about to begin on the worker ``root``."""
-        home = self._home()
-        if home is not None and not self._called_back:
+        if (home := self._home()) is not None and not self._called_back:
             home.plan(context_id, root, plan)
 
 

@@ -86,8 +86,7 @@ class WorkRecording:
         now = time.monotonic()
         thread = threading.get_ident()
         if event == "call.run":
-            named = name_call(fields["function"], fields["callee"], fields["args"])
-            if named is not None:
+            if (named := name_call(fields["function"], fields["callee"], fields["args"])) is not None:
                 span = spans.begin(spans.device_of(fields["args"]))
                 noted = Noted(self._agent, *named, start=time.monotonic(), end=0.0, thread=thread)
                 self._calls[thread, fields["id"]] = noted, span

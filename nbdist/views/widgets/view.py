@@ -106,8 +106,7 @@ class View(anywidget.AnyWidget):
     def add_traits(self, **traits: Any) -> None:
         """Add only the traits that the class lacks."""
         # anywidget adds its traits to each widget, and every addition makes a new class. Our classes have them already.
-        missing = {name: trait for name, trait in traits.items() if not self.has_trait(name)}
-        if missing:
+        if missing := {name: trait for name, trait in traits.items() if not self.has_trait(name)}:
             super().add_traits(**missing)
 
     def open(self) -> None:
