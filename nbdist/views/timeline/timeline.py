@@ -33,6 +33,7 @@ from nbdist.rpc.named import call_method
 from nbdist.rpc.world.clocks import offset
 from nbdist.views.drawing.gantt import KINDS, Bar, gantt, with_legend
 from nbdist.views.drawing.pictures import themed
+from nbdist.views.passes.intervals import uncovered
 from nbdist.views.timeline import recording
 from nbdist.views.timeline.recording import Noted
 from nbdist.wire.messages import Record
@@ -149,8 +150,7 @@ class Timeline:
             return f"<a timeline, recording since {duration(self.seconds)}: .stop() ends that>"
         lines = [f"{duration(self.seconds)}{'' if self.noted else _NOTHING}"]
         for worker in self.workers:
-            own = [one for one in self.noted if one.agent == worker]
-            if own:
+            if own := [one for one in self.noted if one.agent == worker]:
                 count = Counter(one.kind for one in own)
                 kinds = ", ".join(
                     counted(count[name], kind.one, kind.many) for name, kind in KINDS.items() if count[name]
@@ -254,8 +254,6 @@ def _on_gpu(noted: Sequence[Noted]) -> str:
 
 def _busy_seconds(noted: Sequence[Noted]) -> float:
     """Return the seconds in which at least one piece of work was under way."""
-    total, until = 0.0, float("-inf")
-    for one in sorted(noted, key=lambda one: one.start):
-        total += max(0.0, one.end - max(one.start, until))
-        until = max(until, one.end)
-    return total
+    spans = [(one.start, one.end) for one in noted]
+    begun, ended = min(spans)[0], max(end for _, end in spans)
+    return ended - begun - uncovered((begun, ended), spans)

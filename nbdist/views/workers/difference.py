@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from html import escape
 
 from nbdist.cluster.inspection.comparing import Difference
@@ -10,23 +11,16 @@ from nbdist.views import tables
 from nbdist.views.drawing.pictures import themed
 
 
+@dataclass(repr=False, eq=False)
 class DiffTable:
     """The result of a comparison, as text and as a table. Its truth value: whether the value is equal everywhere."""
 
-    def __init__(
-        self, name: str, workers: Sequence[str], found: Sequence[Difference], differing: int, parts: int, sharded: int
-    ) -> None:
-        """Make the table of differences ``found`` in the variable ``name``, from its value on the first of ``workers``.
-
-        ``parts`` is the number of parts that were compared, such as the tensors of a state dict; ``differing`` is the
-        number of parts that are not equal everywhere. Of ``sharded`` parts, workers hold different shards.
-        """
-        self.name = name
-        self.workers = list(workers)
-        self.differences = list(found)
-        self.differing = differing  # `differences` may name fewer
-        self.parts = parts
-        self._sharded = sharded
+    name: str  # of the variable
+    workers: Sequence[str]  # whose values were compared with that of the first
+    differences: Sequence[Difference]
+    differing: int  # parts that are not equal everywhere; `differences` may name fewer
+    parts: int  # that were compared, such as the tensors of a state dict
+    sharded: int  # parts of which workers hold different shards
 
     @property
     def equal(self) -> bool:
@@ -42,8 +36,8 @@ class DiffTable:
         told = f"{self.name} is equal on {where}{parts}"
         if not self.equal:
             told = f"{self.name} differs: {self.differing} of {self.parts} parts, from {self.workers[0]}'s"
-        if self._sharded:
-            told += f"; numbers of {self._sharded} sharded DTensors are compared only where workers hold the same shard"
+        if self.sharded:
+            told += f"; numbers of {self.sharded} sharded DTensors are compared only where workers hold the same shard"
         return told
 
     def __repr__(self) -> str:
