@@ -145,8 +145,7 @@ def local_nodes(
     if context is None:
         return [], [], []
     numbers = context.number_all(starts)
-    accumulate: Any = ACCUMULATE
-    names = names_of(node.variable for node in numbers if type(node) is accumulate)
+    names = names_of(node.variable for node in numbers if type(node) is ACCUMULATE)
     nodes = [_describe(node, numbers, names) for node in sorted(numbers, key=numbers.__getitem__)]
     edges = []
     for sent in list(context.sends.values()):
@@ -157,8 +156,7 @@ def local_nodes(
 
 
 def _describe(node: Node, numbers: dict[Node, int], names: dict[int, ParameterName]) -> NodeInfo:
-    kind: Any = type(node)
-    number = numbers[node]
+    kind, number = type(node), numbers[node]
     if kind is ACCUMULATE:
         leaf = node.variable
         label, holder = names.get(id(leaf), (None, None))
@@ -179,6 +177,5 @@ def _shape_and_dtype(tensor: Any) -> tuple[tuple[int, ...], str]:
 
 def _tensor(slot: EdgeSlot) -> tuple[tuple[int, ...], str, int]:
     node, output = slot.edge
-    kind: Any = type(node)
-    tensor = node.variable if kind is ACCUMULATE else node._input_metadata[output]
+    tensor = node.variable if type(node) is ACCUMULATE else node._input_metadata[output]
     return *_shape_and_dtype(tensor), math.prod(tensor.shape) * tensor.dtype.itemsize

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from nbdist.autograd.graph.saved import saved_by
@@ -40,8 +38,7 @@ def kept_by(context: Context) -> dict[Place, int]:
         # While `Context.runs` holds a pass, torch's engine may be freeing the saved tensors. (On workers other than its
         # root, a pass stays there for a while after its end.)
         for node in context.nodes() if not context.runs else ():
-            kind: Any = type(node)
-            if kind is ACCUMULATE:
+            if type(node) is ACCUMULATE:
                 leaves.append(node.variable)
             else:  # not unpacked, which might compute a tensor anew
                 kept += [saved.tensor for saved in saved_by(node) if saved.tensor is not None]

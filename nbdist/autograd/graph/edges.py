@@ -189,7 +189,8 @@ _Receive: Any = type(
 
 _make_gate, _make_received = direct_apply(_Gate), direct_apply(_Receive)
 
-RECEIVE: type = _Receive._backward_cls  # the class of receive nodes
+# The class of receive nodes. Typed as Any, since mypy narrows a node whose type is compared with a `type`.
+RECEIVE: Any = _Receive._backward_cls
 
 # True to make one receive node for all tensors of a message, as torch does: `nbdist.compat` sets it. Otherwise each
 # tensor has a node of its own, because a node calls the hooks of all its outputs, even if only one was used.

@@ -196,8 +196,7 @@ class NanCheck:
         if tensor is None:
             return "it is a number in your code"
         node: Any = tensor.grad_fn
-        kind: Any = type(node)
-        if kind is RECEIVE:
+        if type(node) is RECEIVE:
             sender = self._name_of(node.end.peer)
             return f"it came from {sender}, with a call of {node.end.function}"
         if hasattr(node, "_forward_cls"):

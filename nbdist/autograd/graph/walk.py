@@ -11,7 +11,8 @@ import torch
 from nbdist.autograd.graph.edges import RECEIVE, Node, Received
 
 _expanded: Node = torch.zeros((), device="cpu", requires_grad=True).expand(1).grad_fn
-ACCUMULATE: type = type(_expanded.next_functions[0][0])  # the class of the nodes that accumulate into leaves
+# The class of the nodes that accumulate into leaves. Typed as Any, like `RECEIVE`.
+ACCUMULATE: Any = type(_expanded.next_functions[0][0])
 
 
 class Region(msgspec.Struct, eq=False):
@@ -31,8 +32,7 @@ def walk(edges: Iterable[tuple[Node, int]], region: Region | None = None) -> Reg
     # deeper than Python's recursion may go.
     found = region if region is not None else Region()
     seen, leaves, receives = found.nodes, found.leaves, found.receives
-    accumulate: Any = ACCUMULATE
-    receive: Any = RECEIVE
+    accumulate, receive = ACCUMULATE, RECEIVE
     stack: list[Any] = [tuple(edges)]
     while stack:
         for node, output in stack.pop():

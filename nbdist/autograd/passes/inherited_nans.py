@@ -96,8 +96,7 @@ class _Search:
         self._hiding = set[Node]()
         self._known: dict[int, str] = {}
         for node in walk([(start, 0)]).nodes:
-            kind: Any = type(node)
-            if kind is ACCUMULATE:
+            if type(node) is ACCUMULATE:
                 self.values[node, 0] = [node.variable]
             for each in saved if node is start else [*saved_by(node), *_set_on(node)]:
                 self._sort_in(node, each)
@@ -133,13 +132,13 @@ class _Search:
     def _edge_held(self, edge: Edge) -> bool | None:
         """Return whether a tensor held a NaN or Inf when it was made; None if that is not known."""
         node, output = edge
-        kind: Any = type(node)
-        if kind is RECEIVE and node.first + output in node.end.spoilt:
+        is_received = type(node) is RECEIVE
+        if is_received and node.first + output in node.end.spoilt:
             return True
         if edge in self.values:
             return bool(self.value_of(self.values[edge]))
         # A received tensor that was searched when it arrived, and is not among the spoilt ones, was finite.
-        return False if kind is RECEIVE and node.end.looked_at else None
+        return False if is_received and node.end.looked_at else None
 
     def hides(self, node: Node) -> bool:
         """Return whether a node's saved values cannot be read: hooks packed them, or a checkpoint recomputes them."""
@@ -168,10 +167,9 @@ class _Search:
         seen = set[Edge]()
         while (node, output) not in seen:
             seen.add((node, output))
-            kind: Any = type(node)
-            if kind is RECEIVE:
+            if type(node) is RECEIVE:
                 return self._ask_sender(node, output, value)
-            if kind is ACCUMULATE:
+            if type(node) is ACCUMULATE:
                 return self.end("leaf", node, value)
             behind = _edges_behind(node)
             held = {edge: self._edge_held(edge) for edge in behind}
@@ -195,7 +193,7 @@ class _Search:
 
     def end(self, how: str, node: Node, value: str) -> Inherited:
         """Return an answer whose search ended at a node of this worker; ``how`` is its ``Inherited.end``."""
-        kind: Any = type(node)
+        kind = type(node)
         name = type(node.variable).__name__ if kind is ACCUMULATE else kind.name(node)
         perhaps = tuple(self._doubtful_messages(node))[:_PERHAPS_NAMED] if how in ("unknown", "hidden") else ()
         number = self._context.numbers.of([node])[node]
@@ -209,8 +207,7 @@ class _Search:
                 if edge[0] not in seen and self._edge_held(edge) is None:
                     seen.add(edge[0])
                     queue.append(edge[0])
-                    kind: Any = type(edge[0])
-                    if kind is RECEIVE:
+                    if type(edge[0]) is RECEIVE:
                         yield self._message_of(edge[0])
 
     def _message_of(self, node: Node) -> Carried:

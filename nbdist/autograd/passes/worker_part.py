@@ -435,8 +435,7 @@ class Part:
         # Those behind pending gates. If one leaf of such a module is held back, so are all its leaves that are reached;
         # and those of all such modules, before the pass may average gradients.
         holders = self._holders
-        kind: Any = ACCUMULATE
-        held = (id(node.variable) for node in holders if type(node) is kind)
+        held = (id(node.variable) for node in holders if type(node) is ACCUMULATE)
         blocked = ddp.blocked_by(held) if self._may_reduce else ddp.owned_by_any()
         if not blocked:
             return holders.keys()

@@ -93,8 +93,7 @@ class _NodeHooks:
         call = self._call
         if current_part() is not call.part:  # another pass runs the node, perhaps at the same time
             return
-        kind: Any = type(self._node)
-        call.observer.come_to(self._number, self._name, gradients, sends=kind is RECEIVE)
+        call.observer.come_to(self._number, self._name, gradients, sends=type(self._node) is RECEIVE)
         if call.observer.looks:  # now, as torch frees them when the node has run
             self._saved = saved_by(self._node)
         self._span = spans.begin(spans.device_of(gradients))
