@@ -55,28 +55,22 @@ class GateQueues:
 
     def __init__(self, slots: Iterable[EdgeSlot]) -> None:
         self.places: dict[EdgeSlot, tuple[object, int]] = {}  # the group and index of each ordered gate; mostly none
-        # By group and index, the gates that have not let their gradients in.
-        self._left: dict[object, dict[int, set[EdgeSlot]]] = {}
+        self._left: dict[object, set[EdgeSlot]] = {}  # by group, the gates that have not let their gradients in
         for slot in slots:
             node: Node = slot.edge[0]
             if type(node) is _ORDERED:
-                self.places[slot] = place = node.group, node.index
-                self._left.setdefault(place[0], {}).setdefault(place[1], set()).add(slot)
+                self.places[slot] = node.group, node.index
+                self._left.setdefault(node.group, set()).add(slot)
 
     def has_turn(self, slot: EdgeSlot) -> bool:
         """Return whether no gate of the same group and a higher index is left; True for a gate that is not ordered."""
-        place = self.places.get(slot)
-        if place is None:
+        if slot not in self.places:
             return True
-        group = self._left[place[0]]
-        return slot not in group.get(place[1], ()) or place[1] == max(group)
+        group, index = self.places[slot]
+        left = self._left[group]
+        return slot not in left or index == max(self.places[other][1] for other in left)
 
     def leave(self, slot: EdgeSlot) -> None:
         """Take a gate out of its queue: its gradient has entered the graph, or never will."""
-        place = self.places.get(slot)
-        if place is not None:
-            group = self._left[place[0]]
-            left = group.get(place[1], set())
-            left.discard(slot)
-            if not left:
-                group.pop(place[1], None)
+        if slot in self.places:
+            self._left[self.places[slot][0]].discard(slot)
