@@ -19,7 +19,7 @@ torch's engine, and the engine hands it on to its threads for other devices.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, Protocol
 
@@ -174,18 +174,15 @@ def _run_receive_node(ctx: Any, *gradients: torch.Tensor | None) -> tuple[None, 
     return None, None, None, None
 
 
-# These are the names of torch's own nodes, without the suffix Backward that torch adds: programs that search a graph
-# for them find ours.
-_Gate: Any = type(
-    "torch::distributed::autograd::SendRpc",
-    (Function,),
-    {"forward": staticmethod(_make_gate_node), "backward": staticmethod(_run_gate), "__module__": __name__},
-)
-_Receive: Any = type(
-    "torch::distributed::autograd::RecvRpc",
-    (Function,),
-    {"forward": staticmethod(_make_receive_node), "backward": staticmethod(_run_receive_node), "__module__": __name__},
-)
+def new_function(name: str, forward: Callable[..., Any], backward: Callable[..., Any]) -> Any:
+    """Return an autograd Function whose nodes have this name, with torch's suffix Backward."""
+    members = {"forward": staticmethod(forward), "backward": staticmethod(backward), "__module__": __name__}
+    return type(name, (Function,), members)
+
+
+# These are the names of torch's own nodes, without the suffix: programs that search a graph for them find ours.
+_Gate = new_function("torch::distributed::autograd::SendRpc", _make_gate_node, _run_gate)
+_Receive = new_function("torch::distributed::autograd::RecvRpc", _make_receive_node, _run_receive_node)
 
 _make_gate, _make_received = direct_apply(_Gate), direct_apply(_Receive)
 

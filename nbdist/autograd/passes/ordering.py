@@ -15,9 +15,8 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch.autograd import Function
 
-from nbdist.autograd.graph.edges import EdgeSlot, Node
+from nbdist.autograd.graph.edges import EdgeSlot, Node, new_function
 
 
 def _forward(ctx: Any, tensor: torch.Tensor, group: object, index: int) -> torch.Tensor:
@@ -30,11 +29,7 @@ def _backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, Non
     return gradient, None, None
 
 
-_Ordered: Any = type(
-    "Ordered",
-    (Function,),
-    {"forward": staticmethod(_forward), "backward": staticmethod(_backward), "__module__": __name__},
-)
+_Ordered = new_function("Ordered", _forward, _backward)
 _ORDERED: Any = _Ordered._backward_cls
 
 
