@@ -58,11 +58,9 @@ class Ledger:
                     self._early.discard(token)
                 else:
                     self._open.add(token)
-            for token in following.settled:
-                if token in self._open:
-                    self._open.discard(token)
-                else:
-                    self._early.add(token)
+            settled = set(following.settled)
+            self._early |= settled - self._open
+            self._open -= settled
             self._marked.update(following.marked)
             if following.waits:
                 self.waiting.add(sender)
