@@ -122,12 +122,12 @@ class Context:
     def stored(self) -> list[torch.Tensor]:
         """Return all gradient tensors of the context on this worker; gradients of several passes are not added up."""
         with self.lock:
-            parts = [
-                self._gradients,
-                *self._contributions.values(),
-                *(run.part.gradients for run in self.runs.values()),
-            ]
-        return [gradient for part in parts for _, gradient in part.items()]
+            stores = self._stores()
+        return [gradient for store in stores for _, gradient in store.items()]
+
+    def _stores(self) -> list[GradientStore]:
+        """Return the gradients of the context, of each pipeline step, and of each pass; `lock` is held."""
+        return [self._gradients, *self._contributions.values(), *[run.part.gradients for run in self.runs.values()]]
 
     def gradients(self) -> dict[torch.Tensor, torch.Tensor]:
         """Return the gradients on this worker by leaf, summed over all passes, those under way included."""
@@ -142,11 +142,8 @@ class Context:
     def _total(self) -> GradientStore:
         total = GradientStore()
         with self.lock:
-            total.update(self._gradients)
-            for gradients in self._contributions.values():
-                total.update(gradients)
-            for run in self.runs.values():
-                total.update(run.part.gradients)
+            for store in self._stores():
+                total.update(store)
         if CUDA_IS_BUILT:
             side_streams.catch_up(gradient for _, gradient in total.items())
         return total
