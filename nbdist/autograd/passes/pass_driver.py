@@ -140,12 +140,13 @@ class Passes:
 
         ``outcome`` is settled at the end of the pass. Without it, one thread has to call `wait` to learn of the end.
         """
-        me = self._transport.me
+        me = self._me
+        mode: Mode = "smart" if smart else "fast"
         watch = context.watch if context.watch is not None and not context.watch.closed else None
         if watch is not None:
-            watch.prepare("smart" if smart else "fast", roots.edges)
+            watch.prepare(mode, roots.edges)
         elif context.before_pass is not None:
-            context.before_pass("smart" if smart else "fast", roots.edges)
+            context.before_pass(mode, roots.edges)
         id = self.new_id()
         with context.lock:
             earlier = [other.number for other in context.runs if other.root == me] if context.runs else []
@@ -154,7 +155,7 @@ class Passes:
         watching = watch.watching if watch is not None else context.watching
         head = Head(id, context.id, smart, retain_graph, accumulate, since, watching)
         if watch is not None:
-            watch.begin(id, "smart" if smart else "fast")
+            watch.begin(id, mode)
         run = self._begin(head, context, Ledger(me), outcome if outcome is not None else Latch())
         begun = Token(me, 0, False)  # for the roots, as if they were a message: the pass must not seem over before `go`
         run.sent.append((begun, me))
@@ -164,7 +165,7 @@ class Passes:
 
     def new_id(self) -> PassId:
         """Return a new id for a pass, or for a pipeline's step, that begins on this worker."""
-        return PassId(self._transport.me, next(self._numbers))
+        return PassId(self._me, next(self._numbers))
 
     def go(self, run: Run) -> None:
         """Run the nodes of a pass that has begun here, on this thread, as far as they need no other worker's answer.
@@ -220,8 +221,10 @@ class Passes:
         run.ledger, run.outcome = ledger, outcome
         sends = list(context.sends.values())
         run.observer = self.observing.observer(head, context) if head.watching is not None else None
-        # In a pass that is watched or averages gradients a thread may block, and others would block with it.
-        run.most_threads = 1 if run.observer is not None or ddp.living else _most_threads()
+        # All of torch's threads together get a core each. But in a pass that is watched or averages gradients a thread
+        # may block, and others would block with it.
+        may_block = run.observer is not None or ddp.living
+        run.most_threads = 1 if may_block else max(1, machine.cores() // torch.get_num_threads())
         # A weak reference, since the run refers to the part: a cycle would live until the next garbage collection.
         known = weakref.ref(run)
         run.part = Part(sends, head, partial(self._send_back, known), partial(self._send_marks, known), run.observer)
@@ -410,33 +413,25 @@ class Passes:
                 gpu = span.end() if span is not None else None
                 trace.emit("segment.ran", agent=self._transport.name, start=start, gpu=gpu, context=run.context.id)
             with run.lock:
-                if run.again:
+                last = run.threads == 1
+                # If other threads have run steps since, ``waits`` is out of date.
+                if run.again or (last and (not alone or run.entries > entries)):
                     continue
-                if run.threads > 1:
-                    run.threads -= 1
-                    last = False
-                elif not alone or run.entries > entries:
-                    continue  # other threads have run steps since: ``waits`` is out of date
-                else:
+                run.threads -= 1
+                if last:
                     taken, run.taken = run.taken, []
                     if waits:  # these run when the marking is over, and are settled only then
                         run.arrived = taken + run.arrived
                         run.marked += taken
                     else:
                         run.settled += taken
-                    run.threads = 0
-                    last = True
             break
         if not last:
             self._empty_outbox(run)  # the other threads may take long to report
             return
         if run.observer is not None:
-            run.observer.waits_for({slot.message for slot in run.part.missing()})
+            run.observer.waits_for(run.part.missing())
         self._report(run)
-
-    def _may_keep(self, run: Run) -> bool:
-        # Only if the report comes soon: one thread runs the pass, and cannot block before it reports.
-        return run.threads == 1 and not run.part.ready and run.observer is None and not ddp.living
 
     def _before_step(self, run: Run) -> None:
         """Send the gradients in `Run.outbox`, and let another thread run the other entries: this one will be busy."""
@@ -464,7 +459,9 @@ class Passes:
             token = Token(self._me, next(self._tokens), False)
             run.sent.append((token, end.peer))
             out: Outgoing | None = messages.Gradients(run.head, token, end.message, list(outputs)), list(gradients)
-            if end.peer == run.head.id.root != self._me and self._may_keep(run):
+            # Kept only if the report comes soon: one thread runs the pass, and cannot block before it reports.
+            soon = run.threads == 1 and not run.part.ready and run.observer is None and not ddp.living
+            if soon and end.peer == run.head.id.root != self._me:
                 out, run.outbox = run.outbox, out
         if run.observer is not None:
             run.observer.note("sent", message=end.message)
@@ -486,12 +483,12 @@ class Passes:
         by_peer: dict[int, list[tuple[int, list[int]]]] = {}
         for end, outputs in marks.items():
             by_peer.setdefault(end.peer, []).append((end.message, outputs))
-        return [(peer, messages.Mark(run.head, self._mark_token(run, peer), sends)) for peer, sends in by_peer.items()]
-
-    def _mark_token(self, run: Run, to: int) -> Token:
-        token = Token(self._me, next(self._tokens), True)
-        run.sent.append((token, to))
-        return token
+        out = []
+        for peer, sends in by_peer.items():
+            token = Token(self._me, next(self._tokens), True)
+            run.sent.append((token, peer))
+            out.append((peer, messages.Mark(run.head, token, sends)))
+        return out
 
     def _post_marks(self, run: Run, out: Sequence[tuple[int, messages.Mark]]) -> None:
         for peer, message in out:
@@ -512,11 +509,8 @@ class Passes:
         missing: list[Missing] = []
         if not run.head.smart:
             sends = run.context.sends
-            for number in {slot.message for slot in run.part.missing()}:
-                missing.append(Missing(number, sends[number].function, sends[number].peer))
-        observed = 0
-        if run.observer is not None:
-            observed = run.observer.finish()  # without the lock, as this sends messages
+            missing = [Missing(number, sends[number].function, sends[number].peer) for number in run.part.missing()]
+        observed = run.observer.finish() if run.observer is not None else 0  # without the lock: this sends messages
         with run.lock:
             if run.ended or not (run.settled or run.marked or run.sent or waits):
                 return
@@ -665,7 +659,7 @@ class Passes:
     def _end(self, run: Run, tell: set[int]) -> None:
         """Drop a pass here, and send a Cancel to the workers that got messages of it from this one, and to ``tell``."""
         self._leave(run)
-        for worker in (run.told | tell) - {self._transport.me}:
+        for worker in (run.told | tell) - {self._me}:
             self._transport.tell(worker, messages.Cancel(run.head.id, run.context.id))
 
     def _lost_error(self, worker: int, context: Context) -> WorkerLost:
@@ -678,12 +672,7 @@ class Passes:
     def _needed_workers(self, run: Run) -> set[int]:
         """Return the workers without which a pass cannot end, by incarnation, as far as this worker knows."""
         needed = run.told | run.part.peers()
-        needed.update(run.context.sends[slot.message].peer for slot in run.part.missing())
+        needed.update(run.context.sends[message].peer for message in run.part.missing())
         if run.ledger is not None:
             needed |= run.ledger.workers
         return needed
-
-
-def _most_threads() -> int:
-    # So that all of torch's threads together have a core each.
-    return max(1, machine.cores() // torch.get_num_threads())

@@ -247,10 +247,10 @@ class Part:
                     self._regions[entry] = region  # slot and entry have the same graph edge
                 self.ready.append(entry)
 
-    def missing(self) -> list[EdgeSlot]:
-        """Return the sent tensors whose gates are EXPECTED: their gradients must still arrive."""
+    def missing(self) -> set[int]:
+        """Return the sent messages with a gate that is EXPECTED: gradients for them must still arrive."""
         with self._lock:
-            return [slot for slot, state in self.states.items() if state is GateState.EXPECTED]
+            return {slot.message for slot, state in self.states.items() if state is GateState.EXPECTED}
 
     def peers(self) -> set[int]:
         """Return the workers to which this part sends gradients, by incarnation."""
@@ -303,15 +303,11 @@ class Part:
                 with self._lock:
                     self._running.remove(step)
                     for entry in step.entries:
-                        self._free_entry(entry)
+                        if entry.slot is not None and self._lines.places:
+                            self._lines.leave(entry.slot)
+                        self._regions.pop(entry, None)
+                        entry.gradients = []  # freed now, as the pass may last much longer
         return False
-
-    def _free_entry(self, entry: Entry) -> None:
-        """Free the objects of an entry that has run: the pass may last much longer."""
-        if entry.slot is not None and self._lines.places:
-            self._lines.leave(entry.slot)
-        self._regions.pop(entry, None)
-        entry.gradients = []
 
     def _next_step(self) -> _Step | None:
         """Return the next step, made of entries in `ready` and of gradients in `_kept`; None if nothing can run now.
