@@ -30,7 +30,8 @@ from __future__ import annotations
 import itertools
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Literal
 
 from nbdist.autograd.graph import messages
@@ -129,10 +130,7 @@ class Watch:
         Empty if none is halted, such as right after `pause`, and on a closed watch.
         """
         with self._changed:
-            found = [
-                worker.at for seen in self._open_passes() for worker in seen.shares.values() if worker.at is not None
-            ]
-        return sorted(found, key=lambda event: event.time)
+            return [event for event, _, _ in self._halts()]
 
     def __repr__(self) -> str:
         how = "closed" if self.closed else "paused" if self._control.paused else "open"
@@ -166,6 +164,16 @@ class Watch:
 
     def _open_passes(self) -> list[Pass]:
         return [seen for seen in self._passes.values() if not seen.over]
+
+    def _halts(self) -> list[tuple[Event, PassId, int]]:
+        """Return the halts that last, oldest first, each with its pass and its worker; the lock is held."""
+        found = [
+            (share.at, id, worker)
+            for id, seen in self._passes.items()
+            for worker, share in seen.shares.items()
+            if not seen.over and share.at is not None
+        ]
+        return sorted(found, key=lambda halt: halt[0].time)
 
     # -- acting -------------------------------------------------------------------------------
 
@@ -241,24 +249,14 @@ class Watch:
         ran: list[Event] = []
         with blocking_wait(), self._changed:
             while len(ran) < count:
-                found = self._next_halt(worker)
-                if found is not None:
-                    ran += self._let_go(*found)
+                halt = next(((id, on) for event, id, on in self._halts() if worker in (None, event.worker)), None)
+                if halt is not None:
+                    ran += self._let_go(*halt)
                 elif self.closed or not self._may_go_on(worker):
                     break
                 else:
                     self._changed.wait()
         return ran
-
-    def _next_halt(self, name: str | None) -> tuple[PassId, int] | None:
-        """Return the pass and the worker of the halt that has lasted longest; None without a halt. The lock is held."""
-        halts = [
-            (worker.at.time, id, number)
-            for id, seen in self._passes.items()
-            for number, worker in seen.shares.items()
-            if not seen.over and worker.at is not None and name in (None, worker.at.worker)
-        ]
-        return min(halts)[1:] if halts else None
 
     def _may_go_on(self, name: str | None) -> bool:
         """Return whether `step` should wait, as a pass may still halt, on that worker if named. The lock is held."""
@@ -373,17 +371,15 @@ class Watch:
 
         The pass calls this. A second call changes nothing.
         """
-        with self._changed:
+        with self._news():
             self._record_of(id, mode)
-            self._freeze()
-        self._tell_news()
 
     def on_observed(self, message: messages.Observed, sender: int) -> None:
         """Handle ``message``, a batch of events of the worker ``sender``; on a closed watch, too.
 
         The thread that reads messages calls this. A batch that comes before earlier ones is kept until they arrive.
         """
-        with self._changed:
+        with self._news():
             seen = self._record_of(message.id, "smart" if message.smart else "fast")
             worker = seen.shares.setdefault(sender, Share())
             name = self._transport.name_of(sender)
@@ -398,41 +394,37 @@ class Watch:
                 self._steer(paused=True)  # a worker is where `run` halts: halt the others too
             elif worker.version < self._control.version:  # it acted before it got the present one
                 self._send_control(sender)
-            self._freeze()
-            self._changed.notify_all()
-        self._tell_news()
 
     def on_over(self, message: messages.Over) -> None:
         """Record by ``message`` that a pass has ended, and how many batches each worker has sent of it.
 
         Wakes the calls that wait in `run`, `step` and `passes`. A second message for the pass replaces the first.
         """
-        with self._changed:
+        with self._news():
             seen = self._record_of(message.id, "")
             seen.over, seen.error = True, message.error
             seen.told = {worker: n for worker, n in message.observed.items() if worker not in self._lost}
-            self._freeze()
-            self._changed.notify_all()
-        self._tell_news()
 
     def on_lost(self, worker: int) -> None:
         """Record that ``worker`` is gone: passes that began there are over, and the watch expects no more from it.
 
         Wakes the calls that wait in `run`, `step` and `passes`. An unknown worker, or a second call, changes nothing.
         """
-        with self._changed:
+        with self._news():
             self._lost.add(worker)
             for id, seen in self._passes.items():
                 if id.root == worker and not seen.over:  # only the root would have sent Over
-                    seen.over, seen.error, seen.told = (
-                        True,
-                        f"WorkerLost: {seen.root}, where the pass began, is gone",
-                        {},
-                    )
+                    seen.over, seen.told = True, {}
+                    seen.error = f"WorkerLost: {seen.root}, where the pass began, is gone"
                 seen.told.pop(worker, None)
-                known = seen.shares.get(worker)
-                if known is not None:
-                    known.at = None
+                if worker in seen.shares:
+                    seen.shares[worker].at = None
+
+    @contextmanager
+    def _news(self) -> Iterator[None]:
+        """Hold the lock in the block; then set the timeouts of calls, wake those that wait, and tell the view."""
+        with self._changed:
+            yield
             self._freeze()
             self._changed.notify_all()
         self._tell_news()
@@ -461,7 +453,7 @@ class Watch:
             happening.name or None,
             happening.message if happening.message >= 0 else None,
             happening.seconds if happening.seconds >= 0 else None,
-            None if happening.norm < 0 else happening.norm,
+            None if happening.norm < 0 else happening.norm,  # which may be NaN
             happening.histogram,
             happening.inherited,
         )
