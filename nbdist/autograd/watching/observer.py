@@ -264,16 +264,15 @@ class Observer:
         """
         control = self._control
         halts = control.until == "nan"
-        if not halts and (explain is None or not self.looks):
+        if not (halts or (explain is not None and self.looks)) or are_finite(gradients):
             return
-        if are_finite(gradients):
-            return
-        made = explain is not None and are_finite(given)
-        if not halts and not made:
+        if not are_finite(given):
+            explain = None
+        if not halts and explain is None:
             return  # noted at the node that made it
         self._found = True
         found = None
-        if made and explain is not None:
+        if explain is not None:
             with suppress(Exception):  # an error in the search must not fail the pass
                 found = explain()
         self.note("nan", node=number, name=name, version=control.version if halts else -1, inherited=found)
