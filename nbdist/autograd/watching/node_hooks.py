@@ -11,6 +11,8 @@ from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
 from typing import Any
 
+import msgspec
+
 from nbdist.autograd.graph.edges import RECEIVE, Node, RunningPart, current_part
 from nbdist.autograd.graph.inherited import Inherited
 from nbdist.autograd.graph.saved import Saved, saved_by
@@ -60,8 +62,8 @@ class CallHooks:
                 self._set_on(after, number)
 
     def _set_on(self, node: Node, number: int) -> None:
-        hooks = _NodeHooks(self, node, number)
         kind = type(node)
+        hooks = _NodeHooks(self, node, number, kind.name(node))
         self._handles += [kind.register_prehook(node, hooks.before), kind.register_hook(node, hooks.after)]
         if self._is_over:
             self._remove()
@@ -72,46 +74,43 @@ class CallHooks:
                 self._handles.pop().remove()
 
 
-class _NodeHooks:
+class _NodeHooks(msgspec.Struct, eq=False):
     """The two hooks on one node: they halt and note it, by `Observer.come_to` and `Observer.ran`."""
 
-    # With slots, and no closures: a pass has many nodes, and each object that Python's garbage collector must follow
+    # A struct, and no closures: a pass has many nodes, and each object that Python's garbage collector must follow
     # costs time.
 
-    __slots__ = ("_began", "_call", "_name", "_node", "_number", "_saved", "_span")
-
-    def __init__(self, call: CallHooks, node: Node, number: int) -> None:
-        self._call = call
-        self._node = node
-        self._number = number
-        self._name = type(node).name(node)
-        self._began = 0.0
-        self._span: GpuSpan | None = None
-        self._saved: Sequence[Saved] = ()
+    call: CallHooks
+    node: Node
+    number: int
+    name: str
+    began: float = 0.0
+    span: GpuSpan | None = None
+    saved: Sequence[Saved] = ()
 
     def before(self, gradients: Gradients) -> None:
-        call = self._call
+        call = self.call
         if current_part() is not call.part:  # another pass runs the node, perhaps at the same time
             return
-        call.observer.come_to(self._number, self._name, gradients, sends=type(self._node) is RECEIVE)
+        call.observer.come_to(self.number, self.name, gradients, sends=type(self.node) is RECEIVE)
         if call.observer.looks:  # now, as torch frees them when the node has run
-            self._saved = saved_by(self._node)
-        self._span = spans.begin(spans.device_of(gradients))
-        self._began = time.perf_counter()
+            self.saved = saved_by(self.node)
+        self.span = spans.begin(spans.device_of(gradients))
+        self.began = time.perf_counter()
 
     def after(self, new: Gradients, given: Gradients) -> None:
-        call = self._call
+        call = self.call
         if current_part() is not call.part:
             return
-        seconds = time.perf_counter() - self._began
-        span, self._span = self._span, None
+        seconds = time.perf_counter() - self.began
+        span, self.span = self.span, None
         if span is not None:
             span.end()
-        call.reach(self._node)
+        call.reach(self.node)
         try:
-            call.observer.ran(self._number, self._name, seconds, new, given, self._explain, span)
+            call.observer.ran(self.number, self.name, seconds, new, given, self._explain, span)
         finally:
-            self._saved = ()
+            self.saved = ()
 
     def _explain(self) -> Inherited | None:
-        return self._call.observer.explain(self._node, self._saved)
+        return self.call.observer.explain(self.node, self.saved)
