@@ -232,8 +232,7 @@ def backward(*arguments: Any, **options: Any) -> None:
     """
     here, context, roots, gradients, chosen = _prepare(*_with_id(arguments, options), **options)
     run = here.begin(context, roots, gradients, **chosen)
-    here.passes.go(run)
-    here.wait(run)
+    here.finish(run)
 
 
 def backward_async(*arguments: Any, **options: Any) -> Handle:

@@ -19,6 +19,7 @@ from nbdist.autograd.graph.parameters import ParameterName, names_of
 from nbdist.autograd.graph.traces import Edge, NodeInfo, Plan, Trace, planned
 from nbdist.autograd.graph.walk import ACCUMULATE
 from nbdist.autograd.passes.context import Context
+from nbdist.autograd.passes.engine import edge_of
 from nbdist.errors import WorkerLost
 from nbdist.rpc import api as rpc
 from nbdist.rpc.asking import ask_each
@@ -52,9 +53,9 @@ def plan(context_id: int | None, roots: torch.Tensor | Sequence[torch.Tensor], m
         (['worker0', 'worker1'], 2, 2)
     """
     api.check_mode(mode)
-    edges = [torch.autograd.graph.get_gradient_edge(tensor) for tensor in api.check_tensors(roots)]
+    edges = list(map(edge_of, api.check_tensors(roots)))
     context = api.recorder().contexts.get(api.current_id() if context_id is None else int(context_id))
-    return plan_from(context, [(edge.node, edge.output_nr) for edge in edges], mode)
+    return plan_from(context, edges, mode)
 
 
 def plan_from(context: Context, starts: Sequence[tuple[Node, int]], mode: Mode) -> Plan:

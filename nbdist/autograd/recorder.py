@@ -34,6 +34,7 @@ from nbdist.autograd.graph.forward_nans import NanCheck
 from nbdist.autograd.graph.noting import noted
 from nbdist.autograd.passes.context import Context, Run
 from nbdist.autograd.passes.contexts import Contexts
+from nbdist.autograd.passes.engine import edge_of
 from nbdist.autograd.passes.pass_driver import Passes
 from nbdist.autograd.passes.worker_part import Entry
 from nbdist.code_places import NBDIST
@@ -81,6 +82,7 @@ class Recorder:
 
     def __init__(self, agent: Agent) -> None:
         self.me = agent.me.incarnation
+        self.name = agent.me.name
         self.membership = agent.membership
         self.contexts = Contexts(agent.me.id, self.me)
         self.contexts.is_gone = agent.membership.is_gone
@@ -131,7 +133,7 @@ class Recorder:
             wanted = [wants_lines() for _, wants_lines in watchers]  # each must be asked, so no any() of a generator
             lines = lines or any(wanted)
         context = self.contexts.new(lines=lines, check=check)
-        self.contexts.set_current(context)
+        self.contexts.here.context = context
         if lines or check:
             context.noting = self.noting(context)
             context.noting.__enter__()
@@ -168,8 +170,8 @@ class Recorder:
     def close(self, context: Context) -> None:
         """End a context on all workers; call it on the maker, which alone knows all of them. Passes that run fail."""
         if self.contexts.current is context:
-            self.contexts.set_current(None)
-        for worker in context.workers - {self._agent.me.incarnation}:
+            self.contexts.here.context = None
+        for worker in context.workers - {self.me}:
             self.tell(worker, messages.Release(context.id, context.maker))
         self._release(context.id, context.maker)
 
@@ -230,12 +232,12 @@ class Recorder:
     def enter(self, recording: Recording, sender: int) -> Context | None:
         """Return the context of a message that has arrived, made now if it is new; None if the context has ended."""
         maker = recording.maker
-
-        def entered() -> None:  # the maker ends the context on all workers, so it has to know them all
-            if maker not in (sender, self.me):
+        context = self.contexts.enter(recording.context, maker, lines=recording.lines, check=recording.check)
+        if context is not None and not context.is_entered:
+            context.is_entered = True
+            if maker not in (sender, self.me):  # the maker ends the context on all workers, so it has to know them all
                 self.tell(maker, messages.Entered(recording.context))
-
-        return self.contexts.enter(recording.context, maker, entered, lines=recording.lines, check=recording.check)
+        return context
 
     def incoming(self, context: Context, recording: Recording, sender: int, function: str) -> Attach:
         """Return the function that gives the tensors of a message their receive nodes, when they have been decoded."""
@@ -271,8 +273,7 @@ class Recorder:
         Raises UsageError if the context is unknown or has ended, and otherwise the error of the pass.
         """
         run = self.begin(self.contexts.get(context_id), [root], [torch.ones_like(root)], retain_graph=retain_graph)
-        self.passes.go(run)
-        self.wait(run)
+        self.finish(run)
 
     def warn(self, function: str, worker: str) -> None:
         """Warn of tensors that are sent to a function on another worker outside of any context, once for each place.
@@ -306,15 +307,14 @@ class Recorder:
         **options: bool,
     ) -> Run:
         """Begin a pass from these roots, with a gradient for each; the rest is as for `Passes.begin`."""
-        there = [torch.autograd.graph.get_gradient_edge(root) for root in roots]
-        edges = [(edge.node, edge.output_nr) for edge in there]
-        return self.passes.begin(context, Entry(edges, list(gradients)), outcome, **options)
+        return self.passes.begin(context, Entry(list(map(edge_of, roots)), list(gradients)), outcome, **options)
 
-    def wait(self, run: Run) -> None:
-        """Wait for the end of a pass that began here; raises its error, or the one that `failure_words` returns for it.
+    def finish(self, run: Run) -> None:
+        """Run a pass that began here, and wait for its end; raises its error, or what `failure_words` returns for it.
 
         If Ctrl-C ends the wait, the pass is given up.
         """
+        self.passes.go(run)
         try:
             self.passes.wait(run, self._agent.read_as_guest)  # the thread may read messages meanwhile
         except Exception as error:  # of any class: a user's node or hook has raised it. Ctrl-C stays what it is
@@ -327,11 +327,6 @@ class Recorder:
                 del said  # or the error would refer to itself, by its traceback and this frame
 
     # -- called by passes ---------------------------------------------------------------------
-
-    @property
-    def name(self) -> str:
-        """The name of this agent."""
-        return self._agent.me.name
 
     def name_of(self, worker: int) -> str:
         """Return the name of a worker, dead or alive, given its incarnation."""
@@ -463,8 +458,9 @@ class Recorder:
         self.passes.observing.on_lost(record.incarnation)
         self.passes.on_lost(record.incarnation, record.name, why)
         # In another thread: this one has noticed the loss, and may be the one that reads messages.
-        for context in self.contexts.made_by(record.incarnation):
-            self._agent.submit(partial(self._release, context.id, context.maker))
+        for context in self.contexts.all():
+            if context.maker == record.incarnation:
+                self.submit(partial(self._release, context.id, context.maker))
 
     def _close(self) -> None:
         for context in self.contexts.all():

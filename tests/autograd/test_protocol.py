@@ -164,7 +164,7 @@ def run_and_compare(seed):
     net, found_counts = Net(random.Random(seed + 1)), []
     context = net.workers[0].contexts.new()
     for worker in net.workers[1:]:
-        worker.contexts.enter(context.id, 0, lambda: None)
+        worker.contexts.enter(context.id, 0)
     moved_leaves, loss = program(
         random.Random(seed), lambda *arguments: moved(net, context.id, *arguments), found_counts
     )

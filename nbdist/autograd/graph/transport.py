@@ -11,13 +11,10 @@ from nbdist.autograd.graph.messages import PassMessage
 class Transport(Protocol):
     """The methods of an agent's `Recorder` that lower modules call. Workers are named by their incarnations."""
 
-    @property
-    def me(self) -> int:
-        """This worker."""
-
-    @property
-    def name(self) -> str:
-        """This worker's name."""
+    me: int
+    """This worker."""
+    name: str
+    """This worker's name."""
 
     def name_of(self, worker: int) -> str:
         """Return the name of a worker."""

@@ -50,6 +50,7 @@ class Context:
         self.maker = maker
         self.lines = lines  # note the line of code that makes each node
         self.check = check  # search the results of the forward pass for NaN
+        self.is_entered = False  # by a call or answer that has arrived, of which the maker was told if it must know
         # On the maker: the block in which the thread that opened the context notes lines or looks for NaN.
         self.noting: AbstractContextManager[None] | None = None
         self.sends: dict[int, Sent] = {}

@@ -24,9 +24,8 @@ from __future__ import annotations
 import itertools
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from typing import Any
 
 from nbdist.autograd.passes.context import Context
 from nbdist.errors import UsageError
@@ -53,7 +52,7 @@ class Contexts:
         # The contexts that ended last, as (id, incarnation of the maker): a restarted maker uses the ids again.
         self._over: OrderedDict[tuple[int, int], None] = OrderedDict()
         self._lock = threading.RLock()  # a user's ``__del__``, which may run anywhere, may open a context
-        self.here = _PerThread()  # the context that the thread has entered, also if it has ended: see `current`
+        self.here = _PerThread()  # the context that the thread is in, also if it has ended: see `current`
         # `is_gone` returns whether the worker of an incarnation was a member and is lost; `on_displaced` is called with
         # a dead maker's context that one with the same id has replaced. The recorder sets both.
         self.is_gone: Callable[[int], bool] = lambda maker: False
@@ -84,19 +83,14 @@ class Contexts:
         context = self.here.context
         return context if context is not None and context.id in self._contexts else None
 
-    def set_current(self, context: Context | None) -> Context | None:
-        """Put the calling thread into a context, or with None into none; return the one before, to put back later."""
-        before, self.here.context = self.here.context, context
-        return before
-
     @contextmanager
     def outside(self) -> Generator[None]:
         """Take the calling thread out of its context for a block, so that nbdist's own calls in it are not recorded."""
-        before = self.set_current(None)
+        before, self.here.context = self.here.context, None
         try:
             yield
         finally:
-            self.set_current(before)
+            self.here.context = before
 
     # -- life ---------------------------------------------------------------------------------
 
@@ -122,18 +116,10 @@ class Contexts:
         """Return the context with an id, or None if this worker does not have it, or no longer."""
         return self._contexts.get(id)
 
-    def enter(
-        self,
-        id: int,
-        maker: int,
-        entered: Callable[[], Any] = lambda: None,
-        *,
-        lines: bool = False,
-        check: bool = False,
-    ) -> Context | None:
+    def enter(self, id: int, maker: int, *, lines: bool = False, check: bool = False) -> Context | None:
         """Return the context to which a message belongs, or None if that context is over.
 
-        Calls ``entered()`` if the context is new on this worker. ``lines`` and ``check`` turn on what they do in `new`.
+        Makes the context if it is new on this worker. ``lines`` and ``check`` turn on what they do in `new`.
         """
         context = self._contexts.get(id)  # without the lock, as nearly every message is of a context that is here
         if context is not None and context.maker == maker:
@@ -153,7 +139,6 @@ class Contexts:
             context = self._contexts[id] = Context(id, maker, lines=lines, check=check)
         if before is not None:
             self.on_displaced(before)
-        entered()
         return context
 
     def release(self, id: int, maker: int) -> Context | None:
@@ -167,7 +152,3 @@ class Contexts:
         self._over[id, maker] = None
         if len(self._over) > _ENDED_CONTEXTS_REMEMBERED:
             self._over.popitem(last=False)
-
-    def made_by(self, incarnation: int) -> Iterable[Context]:
-        """Return the contexts here that the worker of this incarnation has made."""
-        return [context for context in self.all() if context.maker == incarnation]
