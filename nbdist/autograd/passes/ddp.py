@@ -52,12 +52,7 @@ def own(nodes: Iterable[Node]) -> bool:
 def blocked_by(held: Iterable[int]) -> set[int]:
     """Return the ids of all parameters of each DDP module that has a parameter in ``held``, which has ids, too."""
     waiting = set(held)
-    blocked = set[int]()
-    for module in _modules():
-        leaves = _leaves(module)
-        if leaves & waiting:
-            blocked |= leaves
-    return blocked
+    return set[int]().union(*(leaves for leaves in map(_leaves, _modules()) if not leaves.isdisjoint(waiting)))
 
 
 def in_buckets() -> set[int]:
