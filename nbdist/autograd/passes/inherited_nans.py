@@ -214,11 +214,16 @@ class _Search:
         return Carried(node.end.message, self._name_of(node.end.peer), node.end.function)
 
     def _ask_sender(self, node: Node, output: int, value: str) -> Inherited:
-        """Return where the NaN or Inf of a received tensor comes from; ``unknown`` if its sender does not answer."""
+        """Return where the NaN or Inf of a received tensor comes from, by its sender's `explain_sent`.
+
+        That is ``unknown`` if the sender does not answer in time, fails or does not know.
+        """
         carried = self._message_of(node)
-        found = _ask(carried.sender, self._context.id, carried.message, node.first + output, value)
-        if found is None:
-            found = Inherited(value, "unknown", carried.sender)
+        found = Inherited(value, "unknown", carried.sender)
+        arguments = self._context.id, carried.message, node.first + output, value
+        # Outside of the context, so that this call of nbdist's own is not recorded in it.
+        with _contexts().outside(), contextlib.suppress(NbdistError, RuntimeError):
+            found = rpc_async(carried.sender, explain_sent, args=arguments, timeout=_ANSWER_TIMEOUT).wait() or found
         return found._replace(messages=(carried, *found.messages))
 
 
@@ -231,12 +236,3 @@ def _set_on(node: Node) -> Iterator[Saved]:
 
 def _edges_behind(node: Node) -> list[Edge]:
     return [(to, output) for to, output in node.next_functions if to is not None]
-
-
-def _ask(worker: str, *args: Any) -> Inherited | None:
-    """Ask another worker for its `explain_sent`; None if it does not answer in time, fails or does not know."""
-    # Outside of the context, so that this call of nbdist's own is not recorded in it.
-    with _contexts().outside(), contextlib.suppress(NbdistError, RuntimeError):
-        found: Inherited | None = rpc_async(worker, explain_sent, args=args, timeout=_ANSWER_TIMEOUT).wait()
-        return found
-    return None
