@@ -31,6 +31,7 @@ from nbdist.autograd.graph.edges import RECEIVE
 from nbdist.autograd.graph.origins import NodeOrigin
 from nbdist.code_places import NBDIST, TORCH, is_nbdists
 from nbdist.errors import ForwardNaN
+from nbdist.thread_frames import outwards
 from nbdist.torch_private import graph_task, is_transforming, no_torch_function, without_dispatch_modes
 from nbdist.wire.pickling.scripts import is_tracing
 
@@ -268,17 +269,14 @@ def _is_of_gradients(given: bool, in_module: bool) -> bool:
     True below a frame of torch's optimizers, gradient clipping or scaler, unless a module's forward runs
     (``in_module``). Else the innermost frame outside of torch decides: it must be nbdist's.
     """
-    frame = sys._getframe(1)
-    while (is_of_torch := frame.f_code.co_filename.startswith(TORCH)) or _is_of_check(frame.f_code):
-        # In a module's forward, no update runs: that of a `torch.optim.swa_utils.AveragedModel` has a file of optim/.
-        if is_of_torch and not in_module and frame.f_code.co_filename.startswith(_UPDATE_FILES):
-            return True
-        if frame.f_back is None:
-            return False
-        frame = frame.f_back
-    file = frame.f_code.co_filename
-    # `nbdist.rpc` calls functions of the user.
-    if in_module or not file.startswith(NBDIST) or is_nbdists(file, "rpc"):
+    if in_module:  # in its forward, no update runs: that of `torch.optim.swa_utils.AveragedModel` has a file of optim/
         return False
-    # `nbdist.nn` runs the stages of pipelines, too. It counts only if an input held a NaN, which is a gradient's then.
-    return given or not is_nbdists(file, "nn")
+    for frame in outwards(sys._getframe(1)):
+        file = frame.f_code.co_filename
+        if file.startswith(_UPDATE_FILES):
+            return True
+        if not file.startswith(TORCH) and not _is_of_check(frame.f_code):
+            # `nbdist.rpc` calls functions of the user. `nbdist.nn` runs the stages of pipelines, too: it counts only
+            # if an input held a NaN, which is a gradient's then.
+            return file.startswith(NBDIST) and not is_nbdists(file, "rpc") and (given or not is_nbdists(file, "nn"))
+    return False

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 from nbdist.autograd.graph.edges import Node
 from nbdist.code_places import NBDIST, TORCH, shown_name
+from nbdist.thread_frames import outwards
 
 ORIGIN_KEY = "nbdist.origin"  # in ``node.metadata``: its `NodeOrigin`; None if the node was made where nothing is noted
 # Frames of these folders and files are skipped on the way to the line that made a node. Those of installed packages are
@@ -69,11 +70,9 @@ def users_line() -> tuple[str, int, str]:
 
     Returns ``("", 0, "")`` if the thread runs no such line.
     """
-    frame = sys._getframe(1)
-    while frame.f_code.co_filename.startswith(_FRAMES_SKIPPED):
-        if frame.f_back is None:
-            return "", 0, ""
-        frame = frame.f_back
-    file, number = frame.f_code.co_filename, frame.f_lineno
-    # With the globals, by which linecache also finds the source of a module that was loaded from no file.
-    return file, number, linecache.getline(file, number, frame.f_globals).strip()
+    for frame in outwards(sys._getframe(1)):
+        file, number = frame.f_code.co_filename, frame.f_lineno
+        if not file.startswith(_FRAMES_SKIPPED):
+            # With the globals, by which linecache also finds the source of a module that was loaded from no file.
+            return file, number, linecache.getline(file, number, frame.f_globals).strip()
+    return "", 0, ""

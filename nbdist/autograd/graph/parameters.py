@@ -20,6 +20,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from nbdist.rpc.references.inert import mro
+
 _PARTS: Any = torch.nn.Module.__dict__["__dict__"]  # reads an instance's dictionary, whatever its class defines
 
 
@@ -49,7 +51,8 @@ def names_of(leaves: Iterable[torch.Tensor]) -> dict[int, ParameterName]:
     A parameter that is new, or has moved to another module, makes this scan the process.
     """
     leaves = list(leaves)
-    parameters = [leaf for leaf in leaves if _is_a(type(leaf), torch.nn.Parameter)]
+    # Not by `issubclass`, which would call the code of a user's metaclass (test_no_code_of_the_users_is_called).
+    parameters = [leaf for leaf in leaves if torch.nn.Parameter in mro(type(leaf))]
     found = {}
     with _lock:
         if not all(_is_known(parameter) for parameter in parameters):
@@ -60,15 +63,7 @@ def names_of(leaves: Iterable[torch.Tensor]) -> dict[int, ParameterName]:
                 holder = ".".join((type(root).__name__, *known.path[:-1]))
                 found[id(parameter)] = ParameterName(".".join(known.path), holder)
     variables = _variables()
-    for leaf in leaves:
-        if id(leaf) not in found and id(leaf) in variables:
-            found[id(leaf)] = ParameterName(variables[id(leaf)])
-    return found
-
-
-def _is_a(kind: type, base: type) -> bool:
-    # Not `issubclass`, which would call the code of a user's metaclass (test_no_code_of_the_users_is_called).
-    return base in type.__dict__["__mro__"].__get__(kind)
+    return {id(leaf): ParameterName(variables[id(leaf)]) for leaf in leaves if id(leaf) in variables} | found
 
 
 def _is_known(parameter: torch.Tensor) -> bool:
@@ -86,7 +81,7 @@ def _is_known(parameter: torch.Tensor) -> bool:
 
 def _part(module: Any, name: str) -> dict[str, Any]:
     """Return a copy of a module's ``_modules`` or ``_parameters``; empty for no module, or if that is no usual dict."""
-    if module is None or not _is_a(type(module), torch.nn.Module):
+    if torch.nn.Module not in mro(type(module)):
         return {}
     found = _PARTS.__get__(module).get(name)
     return dict(found) if type(found) in _PART_TYPES else {}  # a copy, because other threads may change the original
