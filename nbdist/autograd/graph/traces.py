@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -144,12 +145,10 @@ def planned(recorded: Trace, roots: Sequence[Key], mode: Mode = "smart") -> Plan
     """
     nodes = {(worker, node.number): node for worker, each in recorded.nodes.items() for node in each}
     sources = {(edge.autograd_message_id, i): (edge, s) for edge in recorded.edges for i, s in enumerate(edge.sources)}
-    waits_for: dict[Key, int] = dict.fromkeys(roots, 0)
+    waits_for = Counter(dict.fromkeys(roots, 0))
     used = set[int]()
     if mode == "fast":  # FAST waits for a gradient of everything that was sent
-        for edge in recorded.edges:
-            for source in edge.sources:
-                waits_for[edge.sender, source] = waits_for.get((edge.sender, source), 0) + 1
+        waits_for.update((edge.sender, source) for edge in recorded.edges for source in edge.sources)
     stack = list(waits_for)  # not recursive: a graph may be deeper than Python's recursion limit
     while stack:
         key = stack.pop()
@@ -165,9 +164,8 @@ def planned(recorded: Trace, roots: Sequence[Key], mode: Mode = "smart") -> Plan
                     behind.append((edge.sender, source))
         for other in behind:
             if other not in waits_for:
-                waits_for[other] = 0
                 stack.append(other)
             waits_for[other] += 1
     taken = [edge for edge in recorded.edges if edge.autograd_message_id in used]
     unused = [edge for edge in recorded.edges if edge.autograd_message_id not in used]
-    return Plan(recorded, list(roots), waits_for, taken, unused, mode)
+    return Plan(recorded, list(roots), dict(waits_for), taken, unused, mode)
