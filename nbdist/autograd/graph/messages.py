@@ -89,19 +89,20 @@ class Watching(NamedTuple):
 
 
 class Happening(msgspec.Struct, array_like=True, frozen=True):
-    """One event of a watched pass on one worker, as it travels to the watcher. Unknown numbers are negative."""
+    """One event of a watched pass on one worker, as it travels to the watcher."""
 
     time: float
+    # From here to `inherited`, the fields are those of an `Event` after its worker, in the same order.
     what: str
-    node: int = -1
-    message: int = -1
-    name: str = ""
-    seconds: float = -1.0
-    norm: float = -1.0
+    node: int | None = None
+    name: str | None = None
+    message: int | None = None
+    seconds: float | None = None
+    norm: float | None = None
     histogram: Histogram | None = None  # of the gradients whose norm is `norm`
+    inherited: Inherited | None = None  # the way of a NaN or Inf through the forward pass
     halt: int = -1  # the number of this halt among the pass's halts on the worker
     version: int = -1  # of the control that caused the halt, or the search for NaN
-    inherited: Inherited | None = None  # the way of a NaN or Inf through the forward pass
 
 
 class Head(msgspec.Struct, array_like=True, frozen=True):
@@ -252,13 +253,11 @@ class Freeze(PassMessage, frozen=True, tag=14):
     frozen: bool
 
 
-_encoder = msgspec.msgpack.Encoder()
 # A type of message that is defined below this line, or is not a direct subclass, would not be decoded.
 _types: Any = Union[tuple(PassMessage.__subclasses__())]  # noqa: UP007
 _decoder: msgspec.msgpack.Decoder[PassMessage] = msgspec.msgpack.Decoder(_types)
 
-
-encode: Callable[[PassMessage], bytes] = _encoder.encode
+encode: Callable[[PassMessage], bytes] = msgspec.msgpack.Encoder().encode
 
 
 def decode(data: bytes) -> PassMessage:

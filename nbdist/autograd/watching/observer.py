@@ -161,7 +161,7 @@ class Observer:
         while self._on_gpu and self._on_gpu[0][3].is_over():
             ended, number, name, span = self._on_gpu.popleft()
             if (seconds := span.seconds) is not None:
-                self._seen.append(Happening(ended, "timed", number, name=name, seconds=seconds))
+                self._seen.append(Happening(ended, "timed", number, name, seconds=seconds))
 
     # -- orders of the watcher ----------------------------------------------------------------
 
@@ -195,7 +195,7 @@ class Observer:
         """
         control = self._control
         if not (self._norms or control.paused or control.until):
-            self._add(Happening(_now(), "running", number, -1, name))
+            self._add(Happening(_now(), "running", number, name))
             return
         known: dict[str, Any] = {}
         if gradients and (self._norms or control.until == "nan"):
@@ -232,7 +232,7 @@ class Observer:
         now = _now()
         if span is not None:
             self._on_gpu.append((now, number, name, span))
-        self._add(Happening(now, "done", number, -1, name, seconds))
+        self._add(Happening(now, "done", number, name, seconds=seconds))
         if self.looks:
             self._check(number, name, new, given, explain)
         if self._control.paused:  # a user who steps waits for this

@@ -34,6 +34,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
 
+import msgspec
+
 from nbdist.autograd.graph import messages
 from nbdist.autograd.graph.edges import Node
 from nbdist.autograd.graph.events import Event, Key, Pass, Share
@@ -220,9 +222,7 @@ class Watch:
         with blocking_wait(), self._changed:
             self._reached = None
             self._steer(until=how, worker=worker, node=node)
-            while self._reached is None:
-                if self.closed or all(each.complete for each in self._passes.values()):
-                    break
+            while self._reached is None and not self.closed and not self.complete:
                 self._changed.wait()
             return self._reached
 
@@ -445,18 +445,8 @@ class Watch:
 
     def _enter_event(self, seen: Pass, worker: Share, name: str, happening: Happening) -> None:
         """Add one happening to the pass's events, and update where the worker is halted; the lock is held."""
-        event = Event(
-            happening.time,
-            name,
-            happening.what,
-            happening.node if happening.node >= 0 else None,
-            happening.name or None,
-            happening.message if happening.message >= 0 else None,
-            happening.seconds if happening.seconds >= 0 else None,
-            None if happening.norm < 0 else happening.norm,  # which may be NaN
-            happening.histogram,
-            happening.inherited,
-        )
+        time, *known, _, _ = msgspec.structs.astuple(happening)  # without `halt` and `version`
+        event = Event(time, name, *known)
         if event.what == "resting":  # the worker can run nothing until gradients arrive; no event for the user
             worker.resting = True
             return
