@@ -16,9 +16,10 @@ message about the watch has not reached that worker.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
+from typing import TypeVar
 
 from nbdist.autograd.graph import messages
 from nbdist.autograd.graph.messages import Head, PassId, Watching
@@ -31,6 +32,7 @@ from nbdist.autograd.watching.observer import Observer
 from nbdist.autograd.watching.watcher import Watch
 from nbdist.errors import UsageError
 
+_Message = TypeVar("_Message", bound=messages.PassMessage)
 _CLOSED_WATCHES_KEPT = 64  # for batches on their way; an older watch has all its batches, or will never get them
 
 
@@ -65,11 +67,14 @@ class Observing:
 
     def _have_watched(self, context: Context, watching: Watching, *, over: bool) -> None:
         """Send the begin or the end of a watch to the maker of the context, which alone knows all its workers."""
-        message = messages.WatchChanged(context.id, context.maker, watching, over)
-        if context.maker != self._transport.me:
-            self._transport.tell(context.maker, message)
+        self._tell(context.maker, messages.WatchChanged(context.id, context.maker, watching, over), self.on_watch)
+
+    def _tell(self, worker: int, message: _Message, act: Callable[[_Message], None]) -> None:
+        """Send a message to a worker; if that is this one, ``act`` on the message at once instead."""
+        if worker != self._transport.me:
+            self._transport.tell(worker, message)
         else:
-            self.on_watch(message)
+            act(message)
 
     def on_observed(self, message: messages.Observed, sender: int) -> None:
         """On the watcher: give a batch of events of the worker ``sender`` to the watch of the pass, if it is known."""
@@ -131,17 +136,14 @@ class Observing:
 
         The observer has told the watcher already that this worker takes part.
         """
-        watching, me = head.watching, self._transport.me
+        watching = head.watching
         if watching is None or (watching.watcher, watching.watch) in context.watches_over:
             return None
         watcher, watch = watching.watcher, watching.watch
 
         def send(number: int, happened: list[messages.Happening], version: int) -> None:
             message = messages.Observed(head.id, context.id, watch, head.smart, number, happened, version)
-            if watcher != me:
-                self._transport.tell(watcher, message)
-            else:
-                self.on_observed(message, me)
+            self._tell(watcher, message, lambda message: self.on_observed(message, watcher))
 
         context.number_all()  # all at once: numbers are in the order of the forward pass, and not of the steps
         explain = partial(inherited_nans.explain, context, self._transport.name, self._transport.name_of)
@@ -204,10 +206,7 @@ class Observing:
             return
         # After an error the watcher awaits no batches, as the workers' numbers are not known.
         over = messages.Over(head.id, context.id, watching.watch, error, {} if error else observed)
-        if watching.watcher != self._transport.me:
-            self._transport.tell(watching.watcher, over)
-        else:
-            self.on_over(over)
+        self._tell(watching.watcher, over, self.on_over)
 
     def on_steer(self, message: messages.Steer, sender: int) -> None:
         """Take the watcher's order on where passes halt, later ones too, and end the halts that are over by it."""
