@@ -641,8 +641,11 @@ class Part:
         crossed = self._crossed.setdefault(end, {})
         crossed.update(enumerate(gradients, first))
         back = self._gone_back.setdefault(end, set())
-        awaited = self._awaited[end] if self.smart or self._awaited else self._awaited_of(end)
-        if crossed.keys() >= awaited - back:
+        if (
+            not self.smart and not self._awaited
+        ):  # in FAST mode all gates take part: one walk finds this for all messages
+            self._awaited = walk([*self.root_edges, *(slot.edge for slot in self.states)]).receives
+        if crossed.keys() >= self._awaited[end] - back:
             self._return_gradients(end)
 
     def _return_gradients(self, end: Received) -> None:
@@ -652,13 +655,14 @@ class Part:
             outputs = sorted(crossed.keys() & self._awaited[end])  # one node may have made several tensors
             self._send_back(end, outputs, list(map(crossed.get, outputs)))
         else:
-            every = range(len(end.like))
-            self._send_back(end, every, [_or_zeros(crossed.get(index), end, index) for index in every])
-
-    def _awaited_of(self, end: Received) -> set[int]:
-        # In FAST mode all gates take part. One walk finds this for all messages.
-        self._awaited = walk([*self.root_edges, *(slot.edge for slot in self.states)]).receives
-        return self._awaited[end]
+            # Zeros for None, as torch does: hooks on the other worker may expect a tensor.
+            every = [
+                gradient if gradient is not None else torch.zeros(shape, dtype=dtype, device=device)
+                for gradient, (shape, dtype, device) in zip(
+                    map(crossed.get, range(len(end.like))), end.like, strict=True
+                )
+            ]
+            self._send_back(end, range(len(every)), every)
 
 
 def _brought(gradient: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -681,22 +685,10 @@ def _by_message(entries: Iterable[Entry]) -> list[list[Entry]]:
     return list(groups.values())
 
 
-def _or_zeros(gradient: torch.Tensor | None, end: Received, output: int) -> torch.Tensor:
-    # Zeros for None, as torch does: hooks on the other worker may expect a tensor.
-    if gradient is not None:
-        return gradient
-    shape, dtype, device = end.like[output]
-    return torch.zeros(shape, dtype=dtype, device=device)
-
-
 def _hooks_of(register: Callable[[Callable[..., None]], Any]) -> Callable[[], Mapping[int, Any] | None]:
     """Return a function that returns a node's hooks as they are when it is called."""
     # torch shows them only to someone who registers a hook.
-    handle = register(_do_nothing)
+    handle = register(lambda *_: None)
     handle.remove()
     hooks: Callable[[], Mapping[int, Any] | None] = handle.hooks_dict_ref
     return hooks
-
-
-def _do_nothing(*_: Any) -> None:
-    """Do nothing: the hook that `_hooks_of` registers and removes."""
