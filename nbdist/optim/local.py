@@ -72,8 +72,7 @@ class LocalOptimizer:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state_dict() of the local optimizer, with all tensors on the CPU, ready to be sent."""
-        found: dict[str, Any] = on_cpu(self.optimizer.state_dict())
-        return found
+        return {name: on_cpu(part) for name, part in self.optimizer.state_dict().items()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load a state that `state_dict` returned; torch moves its tensors to the devices of the parameters."""

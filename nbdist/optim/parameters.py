@@ -61,25 +61,16 @@ def read_rrefs(given: Any) -> list[RRef[Any]]:
 
 
 def _read_all(given: Any) -> list[Group]:
-    entries = _read_entries(given)
+    entries = _listed(given)
+    if entries is None:
+        is_entry = isinstance(given, RRef | Mapping)
+        how = "put it in a list" if is_entry else "rpc.remote(...) and rpc.RRef(parameter) return such references"
+        raise UsageError(
+            f"params_rref should be a list of RRefs to parameters, or of groups, not {_value_in_words(given)}: {how}"
+        )
     if entries and all(isinstance(entry, Mapping) for entry in entries):  # `_group` refuses a group beside references
         return [_read_group(index, entry) for index, entry in enumerate(entries)]
     return [_group(entries, "params_rref", {})]  # references and pairs make one group without options
-
-
-def _read_entries(given: Any) -> list[Any]:
-    if isinstance(given, RRef | Mapping):
-        raise UsageError(
-            f"params_rref should be a list of RRefs to parameters, or of groups, not {_value_in_words(given)}: "
-            "put it in a list"
-        )
-    entries = _listed(given)
-    if entries is None:
-        raise UsageError(
-            f"params_rref should be a list of RRefs to parameters, or of groups, not {_value_in_words(given)}: "
-            "rpc.remote(...) and rpc.RRef(parameter) return such references"
-        )
-    return entries
 
 
 def _read_group(index: int, entry: Mapping[str, Any]) -> Group:
@@ -100,10 +91,10 @@ def _read_group(index: int, entry: Mapping[str, Any]) -> Group:
 
 
 def _listed(given: Any) -> list[Any] | None:
-    """Return the entries of a list or another iterable; None for a tensor, a str, a mapping, and what has none."""
+    """Return the entries of a list or another iterable; None for a tensor, str, mapping or RRef, and what has none."""
     try:
         # Tensors and strings have entries, too, but none that could be a reference.
-        return list(given) if not isinstance(given, torch.Tensor | str | Mapping) else None
+        return list(given) if not isinstance(given, torch.Tensor | str | Mapping | RRef) else None
     except TypeError:
         return None
 
@@ -112,7 +103,8 @@ def _group(entries: Sequence[Any], where: str, options: dict[str, Any]) -> Group
     """Return a group of these references and pairs; ``where`` names the list in messages."""
     group = Group([], [], options)
     for index, entry in enumerate(entries):
-        name, rref = entry if _is_pair(entry) else (None, entry)
+        is_pair = isinstance(entry, tuple) and len(entry) == 2 and isinstance(entry[0], str)
+        name, rref = entry if is_pair else (None, entry)
         if not isinstance(rref, RRef):
             instead = (
                 "a group beside bare references: make all of them groups"
@@ -123,10 +115,6 @@ def _group(entries: Sequence[Any], where: str, options: dict[str, Any]) -> Group
         group.rrefs.append(rref)
         group.names.append(name)
     return group
-
-
-def _is_pair(entry: Any) -> bool:
-    return isinstance(entry, tuple) and len(entry) == 2 and isinstance(entry[0], str)
 
 
 def _value_in_words(value: Any) -> str:

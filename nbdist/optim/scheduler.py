@@ -41,8 +41,8 @@ class DistributedLRScheduler(Distributed):
     """
 
     def __init__(self, scheduler_class: Any, dist_optimizer: DistributedOptimizer, *args: Any, **kwargs: Any) -> None:
-        optimizers = {rref.owner_name(): rref for rref in dist_optimizer.remote_optimizers}
-        calls = {owner: (scheduler_class, rref, args, kwargs) for owner, rref in optimizers.items()}
+        optimizers = dist_optimizer.remote_optimizers
+        calls = {rref.owner_name(): (scheduler_class, rref, args, kwargs) for rref in optimizers}
         super().__init__(list(ask_all(new_local_scheduler, calls).values()))
 
     def step(self, *args: Any) -> None:
