@@ -158,14 +158,11 @@ class Claim:
 
     def __init__(self, nodes: Iterable[Node], into: GradientStore | None, group: object) -> None:
         self._into = into
-        self._leaves: dict[int, torch.Tensor] = {}
-        for node in nodes:
-            leaf = node.variable
-            self._leaves[id(leaf)] = leaf
+        self._leaves: dict[int, torch.Tensor] = {id(leaf := node.variable): leaf for node in nodes}
         # The leaves that `adopt` has claimed, each with the ``.grad`` that it had. Weakly: most of them live no longer
         # than the node's call, and nobody asks for their gradients.
         self._adopted: list[tuple[weakref.ref[torch.Tensor], torch.Tensor | None]] = []
-        self._late: list[tuple[torch.Tensor, torch.Tensor]] = []  # for `accumulate_late`
+        self._late: list[tuple[torch.Tensor, torch.Tensor]] = []  # gradients to accumulate after `release`
         self._outer: Claim | None = None
         self.holder = _Holder(group)
 
@@ -186,8 +183,13 @@ class Claim:
             keep_in_thread(_KEY, self._outer)
         if self.holder.held:
             self.release()
-        if self._late and kind is None:
-            self.accumulate_late()
+        for leaf, gradient in self._late if kind is None else ():
+            holder = _Holder()
+            try:
+                holder.take({id(leaf): leaf})  # waits, and nobody waits for this thread, which has released its leaves
+                _accumulate(leaf, gradient, self._into)
+            finally:
+                holder.give_back()
 
     def adopt(self, nodes: Iterable[Node]) -> set[Node]:
         """Claim more leaves, which a node of this call reaches by an engine call of its own, as a checkpoint does.
@@ -248,16 +250,6 @@ class Claim:
                     self._into.add(leaf, new.clone() if id(leaf) in shared else new)
         finally:
             self.holder.give_back()
-
-    def accumulate_late(self) -> None:
-        """Accumulate the gradients that could not be accumulated during the call; called after `release`."""
-        for leaf, gradient in self._late:
-            holder = _Holder()
-            try:
-                holder.take({id(leaf): leaf})  # waits, and nobody waits for this thread, which has released its leaves
-                _accumulate(leaf, gradient, self._into)
-            finally:
-                holder.give_back()
 
 
 def _accumulate(leaf: torch.Tensor, gradient: torch.Tensor, into: GradientStore | None) -> None:
