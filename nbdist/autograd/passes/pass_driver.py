@@ -365,13 +365,11 @@ class Passes:
         """End all passes of a context that has ended; a pass that began here and still runs fails with UsageError."""
         for run in list(context.runs.values()):
             if not run.ended:  # settled before `_drop`, which takes the outcome away
-                self._settle(
-                    run,
-                    UsageError(
-                        f"the context {context.id} ended during its backward pass: wait for the pass, by "
-                        "`handle.wait()`, before the `with` block of the context ends"
-                    ),
+                error = UsageError(
+                    f"the context {context.id} ended during its backward pass: wait for the pass, by "
+                    "`handle.wait()`, before the `with` block of the context ends"
                 )
+                self._settle(run, error)
             self._drop(run)  # without Cancel messages: all workers are told that the context has ended
         context.runs.clear()
 
@@ -580,14 +578,12 @@ class Passes:
             unused = plan_from(run.context, run.part.root_edges, "fast").unused
             named = [(edge.sender, edge.receiver, edge.function) for edge in unused] or named
         lines = [f"  what {sender} sent to {receiver} ({function})\n" for sender, receiver, function in named]
-        self._settle(
-            run,
-            UnusedOutputs(
-                "this backward pass ran in FAST mode, which needs every tensor that was sent in the context to "
-                f'contribute to the roots. These got no gradient:\n{"".join(lines)}Use mode="smart". First run the '
-                "forward pass again, unless retain_graph has kept the graph."
-            ),
+        error = UnusedOutputs(
+            "this backward pass ran in FAST mode, which needs every tensor that was sent in the context to "
+            f'contribute to the roots. These got no gradient:\n{"".join(lines)}Use mode="smart". First run the '
+            "forward pass again, unless retain_graph has kept the graph."
         )
+        self._settle(run, error)
 
     def _settle(self, run: Run, error: BaseException | None) -> None:
         """On the root, settle the outcome of a pass: the thread that waits for it commits the pass or gives it up."""
