@@ -83,6 +83,7 @@ class Recorder:
     def __init__(self, agent: Agent) -> None:
         self.me = agent.me.incarnation
         self.name = agent.me.name
+        self.name_of, self.submit = agent.name_of, agent.submit  # see `Transport`
         self.membership = agent.membership
         self.contexts = Contexts(agent.me.id, self.me)
         self.contexts.is_gone = agent.membership.is_gone
@@ -328,17 +329,9 @@ class Recorder:
 
     # -- called by passes ---------------------------------------------------------------------
 
-    def name_of(self, worker: int) -> str:
-        """Return the name of a worker, dead or alive, given its incarnation."""
-        return self._agent.name_of(worker)
-
     def is_there(self, worker: int) -> bool:
         """Return whether this agent is still connected to a worker, given by its incarnation."""
         return self._agent.links.connected(worker) is not None
-
-    def submit(self, job: Job) -> None:
-        """Run a job in a thread of the agent's pool; its errors are logged."""
-        self._agent.submit(job)
 
     def post(self, to: int, message: messages.PassMessage, body: Any = None) -> None:
         """Send a message to a worker, this one included; ``body`` travels as its payload.

@@ -15,6 +15,8 @@ class Transport(Protocol):
     """This worker."""
     name: str
     """This worker's name."""
+    contexts: Any
+    """The `Contexts` of this worker."""
 
     def name_of(self, worker: int) -> str:
         """Return the name of a worker."""

@@ -15,8 +15,8 @@ for saved tensors, as in a checkpoint, are not read, because unpacking them runs
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, cast
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch.utils.checkpoint import CheckpointFunction
@@ -25,9 +25,9 @@ from nbdist.autograd.graph.edges import RECEIVE, Node
 from nbdist.autograd.graph.inherited import Carried, Inherited
 from nbdist.autograd.graph.measuring import is_finite
 from nbdist.autograd.graph.saved import Saved, saved_by
+from nbdist.autograd.graph.transport import Transport
 from nbdist.autograd.graph.walk import ACCUMULATE, walk
 from nbdist.autograd.passes.context import Context
-from nbdist.autograd.passes.contexts import Contexts
 from nbdist.errors import NbdistError
 from nbdist.rpc.api import current_agent, rpc_async
 
@@ -38,16 +38,14 @@ _ANSWER_TIMEOUT = 2.0  # seconds for the answer of another worker; the pass wait
 Edge = tuple[Node, int]  # a tensor of the forward pass: the node that returned it, and the number of the output
 
 
-def explain(
-    context: Context, worker: str, name_of: Callable[[int], str], node: Node, saved: Sequence[Saved]
-) -> Inherited | None:
+def explain(context: Context, here: Transport, node: Node, saved: Sequence[Saved]) -> Inherited | None:
     """Return how the forward pass gave a node the NaN or Inf that the node has made; None if all values were finite.
 
     ``saved`` are the values that the node had saved before it ran, as torch may have freed them since. Call it in the
     thread that runs the node: the nodes behind the node have not run then, and their saved values are there.
     """
     saved = [*saved, *_set_on(node)]
-    search = _Search(context, worker, name_of, node, saved)
+    search = _Search(context, here, node, saved)
     value = search.value_of(each.tensor for each in saved if not each.packed)
     if value:
         return search.follow(node, 0, value)
@@ -65,30 +63,22 @@ def explain_sent(context_id: int, message: int, index: int, value: str) -> Inher
     ``value`` is ``"NaN"`` or ``"Inf"``. The worker that received it calls this by RPC. Returns None if that is not
     known here any more.
     """
-    agent = current_agent()
-    context = _contexts().find(context_id)
+    here: Any = current_agent().recorder  # a `Transport`, made of higher modules
+    context: Context | None = here.contexts.find(context_id)
     sent = context.sends.get(message) if context is not None else None
     if context is None or sent is None or len(context.runs) > 1:  # another pass may free the saved values
         return None
     node, output = sent.slots[index].edge
     saved = [*saved_by(node), *_set_on(node)]
-    return _Search(context, agent.me.name, agent.name_of, node, saved).follow(node, output, value)
-
-
-def _contexts() -> Contexts:
-    recorder: Any = current_agent().recorder  # it is made of higher modules
-    return cast(Contexts, recorder.contexts)
+    return _Search(context, here, node, saved).follow(node, output, value)
 
 
 class _Search:
     """The saved values of the forward pass behind a node on this worker, and the search through them."""
 
-    def __init__(
-        self, context: Context, worker: str, name_of: Callable[[int], str], start: Node, saved: Sequence[Saved]
-    ) -> None:
+    def __init__(self, context: Context, here: Transport, start: Node, saved: Sequence[Saved]) -> None:
         self._context = context
-        self._worker = worker
-        self._name_of = name_of
+        self._here = here
         # The saved tensors by the node and output that returned them; and those that need no gradient by the node that
         # saved them.
         self.values: dict[Edge, list[torch.Tensor]] = {}
@@ -197,7 +187,7 @@ class _Search:
         name = type(node.variable).__name__ if kind is ACCUMULATE else kind.name(node)
         perhaps = tuple(self._doubtful_messages(node))[:_PERHAPS_NAMED] if how in ("unknown", "hidden") else ()
         number = self._context.numbers.of([node])[node]
-        return Inherited(value, how, self._worker, number, name, perhaps=perhaps)
+        return Inherited(value, how, self._here.name, number, name, perhaps=perhaps)
 
     def _doubtful_messages(self, node: Node) -> Iterator[Carried]:
         """Yield the messages behind a node that may have held a NaN or Inf, as far as this worker knows."""
@@ -211,7 +201,7 @@ class _Search:
                         yield self._message_of(edge[0])
 
     def _message_of(self, node: Node) -> Carried:
-        return Carried(node.end.message, self._name_of(node.end.peer), node.end.function)
+        return Carried(node.end.message, self._here.name_of(node.end.peer), node.end.function)
 
     def _ask_sender(self, node: Node, output: int, value: str) -> Inherited:
         """Return where the NaN or Inf of a received tensor comes from, by its sender's `explain_sent`.
@@ -222,7 +212,7 @@ class _Search:
         found = Inherited(value, "unknown", carried.sender)
         arguments = self._context.id, carried.message, node.first + output, value
         # Outside of the context, so that this call of nbdist's own is not recorded in it.
-        with _contexts().outside(), contextlib.suppress(NbdistError, RuntimeError):
+        with self._here.contexts.outside(), contextlib.suppress(NbdistError, RuntimeError):
             found = rpc_async(carried.sender, explain_sent, args=arguments, timeout=_ANSWER_TIMEOUT).wait() or found
         return found._replace(messages=(carried, *found.messages))
 

@@ -146,7 +146,7 @@ class Observing:
             self._tell(watcher, message, lambda message: self.on_observed(message, watcher))
 
         context.number_all()  # all at once: numbers are in the order of the forward pass, and not of the steps
-        explain = partial(inherited_nans.explain, context, self._transport.name, self._transport.name_of)
+        explain = partial(inherited_nans.explain, context, self._transport)
         # While torch's engine halts, others see the leaves that it has claimed. Steps of pipelines claim none.
         halts = claims.halted if in_engine else nullcontext
         observer = Observer(self._transport.name, context.numbers, watching, send, explain, standing_still=halts)
