@@ -22,9 +22,8 @@ def storage_of(tensor: torch.Tensor) -> tuple[Place, int] | None:
         address, nbytes, device = storage.data_ptr(), storage.nbytes(), storage.device
     except Exception:  # of sparse and lazy tensors, and of subclasses without memory of their own, of any class
         return None
-    if not address:  # an empty tensor, or one without memory
-        return None
-    return ("cpu" if device.type == "cpu" else str(device), address), nbytes
+    place = "cpu" if device.type == "cpu" else str(device), address
+    return (place, nbytes) if address else None  # None for an empty tensor, or one without memory
 
 
 def kept_by(context: Context) -> dict[Place, int]:

@@ -16,7 +16,7 @@ It does not name the workers.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -172,15 +172,13 @@ def same(one: Any, other: Any) -> bool:
     return bool(one == other) or (one != one and other != other)  # NaN: a scheduler's best loss may be one
 
 
-def differing(missing: Iterable[Any], unexpected: Iterable[Any]) -> str:
+def differing(missing: Collection[Any], unexpected: Collection[Any]) -> str:
     """Return a phrase for an error message that says which names are missing and which are unknown."""
-    missing, unexpected = list(missing), list(unexpected)
-    told = [
+    return ", ".join(
         f"{counted(len(names), 'name is', 'names are')} {what} ({some(names)})"
         for names, what in ((missing, "missing"), (unexpected, "unknown"))
         if names
-    ]
-    return ", ".join(told)
+    )
 
 
 def some(names: Iterable[Any]) -> str:

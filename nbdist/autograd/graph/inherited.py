@@ -93,8 +93,8 @@ def told(found: Inherited | None, node: str, where: Callable[[Inherited], str]) 
         "kept": f"kept by {end}, which got it as an input or made it",
         "unknown": f"it came out of {end}{_phrase_of_doubtful(found)}; {_ADVICE}" if end else _ADVICE,
     }
-    already = f"{node} was given {found.value} by the forward pass already: "
-    return already + "; ".join([way, ends[found.end]] if way else [ends[found.end]])
+    how = "; ".join(filter(None, (way, ends[found.end])))
+    return f"{node} was given {found.value} by the forward pass already: {how}"
 
 
 _ADVICE = 'context(check="nan") names the operation that made it'

@@ -17,6 +17,7 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
+import msgspec
 import torch
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
@@ -28,14 +29,11 @@ from nbdist.autograd.graph.parameters import walk
 from nbdist.torch_private import function_modes, pop_function_mode, push_function_mode
 
 
-class _Running:
+class _Running(msgspec.Struct, eq=False):
     """A module whose forward runs on some thread."""
 
-    __slots__ = ("module", "path")
-
-    def __init__(self, module: torch.nn.Module) -> None:
-        self.module = module
-        self.path = ""  # its path, once somebody has asked: to find the path takes a walk over all modules
+    module: torch.nn.Module
+    path: str = ""  # its path, once somebody has asked: to find the path takes a walk over all modules
 
 
 class _PerThread(threading.local):
@@ -143,13 +141,13 @@ def _leave_module(module: torch.nn.Module, args: Any, result: Any) -> None:
         modules.pop()
 
 
-def _module_path(index: int) -> str:
-    """Return the path of the module with this place among those whose forward runs on this thread: ``Net.fc1``.
+def _module_path() -> str:
+    """Return the path of the innermost module whose forward runs on this thread: ``Net.fc1``.
 
     A module that is not found below the outermost one is named by its own class, as in ``Net.Linear``.
     """
     assert _thread.modules is not None  # else no module could be running
-    root, running = _thread.modules[0].module, _thread.modules[index]
+    root, running = _thread.modules[0].module, _thread.modules[-1]
     if not running.path:
         module = running.module
         path = next((path for path, other in walk(root) if other is module), (type(module).__name__,))
@@ -222,4 +220,4 @@ def _note_nodes(nodes: list[Node]) -> None:
 
 
 def _place_in_user_code() -> NodeOrigin:
-    return NodeOrigin(_module_path(-1) if _thread.modules else None, *users_line())
+    return NodeOrigin(_module_path() if _thread.modules else None, *users_line())
