@@ -231,8 +231,7 @@ def backward(*arguments: Any, **options: Any) -> None:
         tensor([ 4., 22.])
     """
     here, context, roots, gradients, chosen = _prepare(*_with_id(arguments, options), **options)
-    run = here.begin(context, roots, gradients, **chosen)
-    here.finish(run)
+    here.finish(here.begin(context, roots, gradients, **chosen))
 
 
 def backward_async(*arguments: Any, **options: Any) -> Handle:
@@ -319,28 +318,25 @@ def _check_roots(
         raise UsageError(
             f"backward() was given {len(given)} grad_tensors for {len(roots)} roots: give one for each, or None"
         )
-    gradients: list[torch.Tensor] = []
     for number, (root, gradient) in enumerate(zip(roots, given, strict=True)):
         if not root.requires_grad:
             raise UsageError(f"requires_grad not set on root {number}: nothing that it depends on requires grad")
-        if gradient is not None:
-            if gradient.shape != root.shape:
-                raise UsageError(
-                    f"the gradient of root {number} has shape {tuple(gradient.shape)}, but the root has shape "
-                    f"{tuple(root.shape)}"
-                )
-            gradients.append(gradient)
-        elif root.numel() != 1:
+        if gradient is None and root.numel() != 1:
             raise UsageError(
                 f"root {number} is not a scalar, all roots need to be scalar: call its sum(), or give grad_tensors"
             )
-        else:
-            gradients.append(torch.ones_like(root))
+        if gradient is not None and gradient.shape != root.shape:
+            raise UsageError(
+                f"the gradient of root {number} has shape {tuple(gradient.shape)}, but the root has shape "
+                f"{tuple(root.shape)}"
+            )
         if root.grad_fn is None:
             raise UsageError(
                 f"root {number} is a leaf: it does not have a valid gradient function. Give a tensor computed from it"
             )
-    return roots, gradients
+    return roots, [
+        gradient if gradient is not None else torch.ones_like(root) for root, gradient in zip(roots, given, strict=True)
+    ]
 
 
 def get_gradients(context_id: int | None = None) -> dict[torch.Tensor, torch.Tensor]:
