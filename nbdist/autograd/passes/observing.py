@@ -186,9 +186,7 @@ class Observing:
             return
         context.step_observers[head.id] = observer
         try:
-            # If the watcher is gone, nobody would end a halt: `on_lost` came before this observer.
-            if not self._transport.is_there(observer.whose[0]) and observer.whose[0] != self._transport.me:
-                observer.leave()
+            self.begun(observer)
             yield observer
         finally:
             context.step_observers.pop(head.id, None)
@@ -242,12 +240,12 @@ class Observing:
                 if observer.whose[0] == worker:
                     observer.leave()
 
-    def begun(self, run: Run) -> None:
-        """Let a pass that has just begun here run without halts if its watcher is gone already."""
-        # Lost before the pass was entered in its context, where `on_lost` looks for observers
-        # (test_passes_that_begin_when_the_watcher_is_gone_do_not_halt).
-        if run.observer is not None and not self._transport.is_there(run.observer.whose[0]):
-            run.observer.leave()
+    def begun(self, observer: Observer) -> None:
+        """Let a pass or step that has just begun here run without halts if its watcher is gone already."""
+        # Lost before the observer was entered in its context, where `on_lost` looks for observers: nobody would end a
+        # halt (test_passes_that_begin_when_the_watcher_is_gone_do_not_halt).
+        if not self._transport.is_there(observer.whose[0]):
+            observer.leave()
 
 
 def _observers(context: Context) -> list[tuple[PassId, Observer]]:

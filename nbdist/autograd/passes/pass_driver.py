@@ -230,7 +230,7 @@ class Passes:
         run.part = Part(sends, head, partial(self._send_back, known), partial(self._send_marks, known), run.observer)
         context.runs[head.id] = self._runs[head.id] = run
         if run.observer is not None:
-            self.observing.begun(run)
+            self.observing.begun(run.observer)
         return run
 
     def _find_run(self, head: Head) -> Run | None:
