@@ -130,9 +130,7 @@ class Recorder:
                 "nest. End that one first: leave its `with` block, or close() it"
             )
         watchers = list(self._watchers)
-        if watchers:
-            wanted = [wants_lines() for _, wants_lines in watchers]  # each must be asked, so no any() of a generator
-            lines = lines or any(wanted)
+        lines = any([lines, *[wants_lines() for _, wants_lines in watchers]])  # each must be asked: no generator
         context = self.contexts.new(lines=lines, check=check)
         self.contexts.here.context = context
         if lines or check:
@@ -465,16 +463,15 @@ class _Running:
 
     # A class and no generator: it is entered for every call in a context.
 
-    __slots__ = ("_before", "_context", "_contexts", "_grad", "_grad_before", "_noting", "_recorder")
+    __slots__ = ("_before", "_context", "_grad", "_grad_before", "_noting", "_recorder")
 
     def __init__(self, recorder: Recorder, context: Context, grad: bool) -> None:
         self._recorder = recorder
-        self._contexts = recorder.contexts
         self._context = context
         self._grad = grad
 
     def __enter__(self) -> None:
-        here = self._contexts.here
+        here = self._recorder.contexts.here
         self._before, here.context = here.context, self._context
         self._grad_before = torch.is_grad_enabled()
         if self._grad_before is not self._grad:
@@ -490,7 +487,7 @@ class _Running:
                 self._noting.__exit__(*exception)
         finally:
             set_grad_enabled(self._grad_before)
-            self._contexts.here.context = self._before
+            self._recorder.contexts.here.context = self._before
 
 
 _TOPICS: dict[type, str] = {kind: f"autograd.{kind.__name__.lower()}" for kind in messages.PassMessage.__subclasses__()}
