@@ -168,10 +168,9 @@ class _Noting(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         __tracebackhide__ = True  # IPython leaves this frame out
         kwargs = kwargs or {}
-        if torch.compiler.is_compiling():  # compile the user's code without ours
+        if torch.compiler.is_compiling() or self.is_over:  # compile the user's code without ours
             return func(*args, **kwargs)
-        run = self._call_and_note if self._lines and not self.is_over else _call_unnoted
-        check = self.check if not self.is_over else None
+        run, check = self._call_and_note if self._lines else _call_unnoted, self.check
         if check is None:
             return run(func, args, kwargs)
         name = getattr(func, "__name__", "").partition(".")[0]  # compiled code calls ``view.default``, say
