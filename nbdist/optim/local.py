@@ -66,10 +66,6 @@ class LocalOptimizer:
             gpu = span.end() if span is not None else None
             trace.emit("optimizer.stepped", agent=agent, start=start, gpu=gpu, optimizer=name)
 
-    def describe(self) -> list[tuple[str | None, list[int]]]:
-        """Return the full name in the model (None if unknown here) and the shape of each parameter, in their order."""
-        return [(name_of(parameter), list(parameter.shape)) for parameter in self.parameters]
-
     def state_dict(self) -> dict[str, Any]:
         """Return the state_dict() of the local optimizer, with all tensors on the CPU, ready to be sent."""
         return {name: on_cpu(part) for name, part in self.optimizer.state_dict().items()}
@@ -82,9 +78,12 @@ class LocalOptimizer:
 def new_local_optimizer(
     cls: Any, groups: Sequence[Mapping[str, Any]], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[RRef[LocalOptimizer], list[tuple[str | None, list[int]]]]:
-    """Make a `LocalOptimizer` on the worker that runs this; return a reference to it, and its `describe()`."""
+    """Make a `LocalOptimizer` on the worker that runs this; return a reference to it, and what its parameters are.
+
+    That is the full name in the model (None if unknown here) and the shape of each parameter, in their order.
+    """
     optimizer = LocalOptimizer(cls, groups, args, kwargs)
-    return RRef(optimizer), optimizer.describe()
+    return RRef(optimizer), [(name_of(parameter), list(parameter.shape)) for parameter in optimizer.parameters]
 
 
 def refuse_closure(cls: type) -> None:

@@ -76,8 +76,7 @@ class DistributedLRScheduler(Distributed):
             WorkerLost: An owner is gone; `StepFailed` if several are.
             NotInitialized: RPC is not running in this process.
         """
-        found: dict[str, Any] = agreed(self.call_all("state_dict"), "the state of the scheduler")
-        return found
+        return dict(agreed(self.call_all("state_dict"), "the state of the scheduler"))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load ``state``, which `state_dict` returned, into all schedulers, wherever the parameters lived then.

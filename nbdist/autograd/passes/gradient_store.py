@@ -59,9 +59,6 @@ class GradientStore:
         """Return each leaf with its gradient."""
         return list(self._sums.values())
 
-    def __len__(self) -> int:
-        return len(self._sums)
-
 
 def _sum(known: torch.Tensor, more: torch.Tensor) -> torch.Tensor:
     """Return the sum of two gradients, which other threads may have computed on other CUDA streams."""
