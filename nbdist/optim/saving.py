@@ -25,10 +25,12 @@ from nbdist.amounts import counted
 from nbdist.errors import UsageError
 from nbdist.optim.parameters import Key
 
+Groups = Sequence[Sequence[Key]]  # the keys of the parameters of each group
+
 _OWN = ("params", "param_names")  # the entries of a group that are not options, in an optimizer's state
 
 
-def gather(groups: Sequence[Sequence[Key]], parts: Mapping[str, tuple[Sequence[Sequence[Key]], Any]]) -> dict[str, Any]:
+def gather(groups: Groups, parts: Mapping[str, tuple[Groups, Any]]) -> dict[str, Any]:
     """Return one state, in the form of a torch optimizer's, made of the states of all workers' local optimizers.
 
     ``groups`` has the keys of each parameter group; the result has them where torch has positions. ``parts`` has, by
@@ -68,10 +70,7 @@ def gather(groups: Sequence[Sequence[Key]], parts: Mapping[str, tuple[Sequence[S
 
 
 def scatter(
-    saved: Mapping[str, Any],
-    groups: Sequence[Sequence[Key]],
-    shapes: Mapping[Key, Sequence[int]],
-    parts: Mapping[str, Sequence[Sequence[Key]]],
+    saved: Mapping[str, Any], groups: Groups, shapes: Mapping[Key, Sequence[int]], parts: Mapping[str, Groups]
 ) -> dict[str, dict[str, Any]]:
     """Return, by worker, the state that the worker's optimizer loads, cut out of a state that `gather` made.
 
