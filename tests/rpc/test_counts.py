@@ -29,9 +29,9 @@ EXPECTED = {
     "empty, from a cell": (35, 34, 2),
     "small tensor": (38, 33, 2),
     "remote().to_here()": (112, 114, 4),
-    "step": (284, 321, 7),
-    "ten hops, SMART": (1452, 1381, 43),
-    "ten hops, FAST": (1507, 1440, 43),
+    "step": (282, 321, 7),
+    "ten hops, SMART": (1450, 1365, 43),
+    "ten hops, FAST": (1494, 1411, 43),
 }
 
 
