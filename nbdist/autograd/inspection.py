@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from nbdist.autograd import api
-from nbdist.autograd.graph.edges import RECEIVE, EdgeSlot, Node
+from nbdist.autograd.graph.edges import RECEIVE, EdgeSlot, GraphEdge, Node
 from nbdist.autograd.graph.messages import Mode
 from nbdist.autograd.graph.origins import origin_of
 from nbdist.autograd.graph.parameters import ParameterName, names_of
@@ -58,7 +58,7 @@ def plan(context_id: int | None, roots: torch.Tensor | Sequence[torch.Tensor], m
     return plan_from(context, edges, mode)
 
 
-def plan_from(context: Context, starts: Sequence[tuple[Node, int]], mode: Mode) -> Plan:
+def plan_from(context: Context, starts: Sequence[GraphEdge], mode: Mode) -> Plan:
     """Return the plan of a pass that begins at ``starts``, nodes of this worker, each with the number of an output.
 
     Asks all workers of the context, and waits for their answers. Nothing runs, and no gradient changes.
@@ -97,7 +97,7 @@ def trace(context_id: int | None = None) -> Trace:
     return _collect(context)
 
 
-def _collect(context: Context, starts: Sequence[tuple[Node, int]] = ()) -> Trace:
+def _collect(context: Context, starts: Sequence[GraphEdge] = ()) -> Trace:
     """Return the trace of a context; with ``starts``, add the nodes behind them here, and leave out ``Trace.passes``.
 
     A worker that is lost meanwhile goes into ``Trace.unreachable``.
@@ -134,9 +134,7 @@ def _who_only_looks(context: Context, me: int) -> int | None:
     return watcher if watcher != context.maker else None
 
 
-def local_nodes(
-    context_id: int, starts: Sequence[tuple[Node, int]] = ()
-) -> tuple[list[NodeInfo], list[Edge], list[int]]:
+def local_nodes(context_id: int, starts: Sequence[GraphEdge] = ()) -> tuple[list[NodeInfo], list[Edge], list[int]]:
     """Return this worker's nodes and outgoing edges in a context, and the incarnations of workers it knows there.
 
     Called on each worker of the context, by RPC. A worker that does not have the context returns three empty lists.

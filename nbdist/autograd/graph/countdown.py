@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch.autograd import Function
 
-from nbdist.autograd.graph.edges import HeldBack, Node
+from nbdist.autograd.graph.edges import GraphEdge, HeldBack, Node
 
 _FIRST_PATIENCE = 0.001  # seconds to wait if a node has run since the last wait: what it queued may come a bit later
 _LONGEST_PATIENCE = 1.0  # while no node runs, each wait is twice as long as the one before, up to this many seconds
@@ -47,7 +47,7 @@ class Countdown:
             self.left -= 1
             self._changed.notify_all()
 
-    def chain(self, gates: Sequence[torch.Tensor], sequence_nr: int) -> tuple[Node, int]:
+    def chain(self, gates: Sequence[torch.Tensor], sequence_nr: int) -> GraphEdge:
         """Return the graph edge of the first of a chain of waits: nodes that call `wait`, and lead to the gates.
 
         ``gates`` are the gates' outputs. ``sequence_nr`` must be the lowest in the call, so that the engine runs a wait
@@ -61,8 +61,7 @@ class Countdown:
                 last = wait(self, last)
             last.grad_fn._set_sequence_nr(sequence_nr)
         self._root = last  # a Python function's node lives no longer than its output
-        node: Node = last.grad_fn
-        return node, 0
+        return last.grad_fn, 0
 
     def wait(self) -> None:
         """Wait until a node has run since the last call, 1 s at most; each node of the chain calls this as it runs.

@@ -26,7 +26,7 @@ from typing import Any, Protocol
 import torch
 from torch.autograd import Function
 
-from nbdist.autograd.graph.measuring import is_finite
+from nbdist.autograd.graph.measuring import Gradients, is_finite
 from nbdist.errors import UsageError
 from nbdist.torch_private import (
     direct_apply,
@@ -43,6 +43,7 @@ from nbdist.torch_private import (
 # class: ``type(node).name(node)``. The node of a user's `torch.autograd.Function` is the ``ctx`` of that function as
 # well, and may have attributes of the user's with the names of methods, such as ``name``.
 Node = Any
+GraphEdge = tuple[Node, int]  # a node, and the number of one of its outputs
 
 _PART = "nbdist.autograd.part"  # the key of a thread's part among the values of torch's threads
 
@@ -53,7 +54,7 @@ class RunningPart(Protocol):
     def enter(self, slot: EdgeSlot) -> torch.Tensor | None:
         """Return None as the gradient of a gate that the engine runs; raise `HeldBack` if the gate is a barrier."""
 
-    def cross(self, end: Received, first: int, gradients: Sequence[torch.Tensor | None]) -> None:
+    def cross(self, end: Received, first: int, gradients: Gradients) -> None:
         """Take the gradients that a receive node was given, for the tensors of ``end`` from index ``first`` on."""
 
 
@@ -89,7 +90,7 @@ class EdgeSlot:
         make = _make_gate if innermost_transform() is None else _Gate.apply  # which raises torch's error
         self.gate: torch.Tensor = make(self, unwrap_if_dead(tensor))  # the gate's output; it keeps the node alive
         self.node: Node = self.gate.grad_fn
-        self.edge: tuple[Node, int] = self.node.next_functions[0]  # the graph edge behind the gate
+        self.edge: GraphEdge = self.node.next_functions[0]  # the graph edge behind the gate
 
     def __repr__(self) -> str:
         return f"<Slot {self.index} of message {self.message}>"

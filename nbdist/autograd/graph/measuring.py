@@ -10,6 +10,8 @@ import torch
 
 from nbdist.rpc.references.peeking import Histogram
 
+Gradients = Sequence[torch.Tensor | None]  # None where a node gives or gets no gradient
+
 _BINS = 24
 _SAMPLE = 1 << 12  # values of a tensor that are enough for a histogram; the norm is of all values
 
@@ -17,7 +19,7 @@ _SAMPLE = 1 << 12  # values of a tensor that are enough for a histogram; the nor
 _WIDER = {torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.complex32: torch.complex64}
 
 
-def measure(gradients: Sequence[torch.Tensor | None]) -> tuple[float, Histogram | None]:
+def measure(gradients: Gradients) -> tuple[float, Histogram | None]:
     """Return the 2-norm of all these gradients together, and a histogram of their finite values, or None without any.
 
     The histogram counts a sample of each gradient, and no complex ones. Waits once for the GPU, if all are on one.
@@ -30,7 +32,7 @@ def measure(gradients: Sequence[torch.Tensor | None]) -> tuple[float, Histogram 
         return math.hypot(*map(float, found[: len(values)])), _histogram(found[len(values) :])
 
 
-def are_finite(gradients: Sequence[torch.Tensor | None]) -> bool:
+def are_finite(gradients: Gradients) -> bool:
     """Return whether no gradient holds a NaN or Inf. None counts as finite, and so does what torch cannot search."""
     given = [gradient for gradient in gradients if gradient is not None]
     if len(given) > 1 and _are_on_one_gpu(given):

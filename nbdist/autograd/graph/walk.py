@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import torch
 
-from nbdist.autograd.graph.edges import RECEIVE, Node, Received
+from nbdist.autograd.graph.edges import RECEIVE, GraphEdge, Node, Received
 
 _expanded: Node = torch.zeros((), device="cpu", requires_grad=True).expand(1).grad_fn
 # The class of the nodes that accumulate into leaves. Typed as Any, like `RECEIVE`.
@@ -23,7 +23,7 @@ class Region(msgspec.Struct, eq=False):
     receives: dict[Received, set[int]] = msgspec.field(default_factory=dict)  # the indices of the tensors reached
 
 
-def walk(edges: Iterable[tuple[Node, int]], region: Region | None = None) -> Region:
+def walk(edges: Iterable[GraphEdge], region: Region | None = None) -> Region:
     """Return all nodes that can be reached from graph edges on this worker, the first ones included.
 
     With ``region``, adds the nodes to it, and does not walk again over the nodes that it has.

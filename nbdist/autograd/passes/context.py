@@ -21,7 +21,7 @@ from contextlib import AbstractContextManager
 import torch
 
 from nbdist.autograd.graph import messages
-from nbdist.autograd.graph.edges import Node, Received, Sent
+from nbdist.autograd.graph.edges import GraphEdge, Node, Received, Sent
 from nbdist.autograd.graph.messages import Head, Mode, PassId, Token, Watching
 from nbdist.autograd.graph.numbers import NodeNumbers
 from nbdist.autograd.graph.traces import Plan
@@ -56,7 +56,7 @@ class Context:
         self.sends: dict[int, Sent] = {}
         self.receives: dict[int, Received] = {}
         self.workers: set[int] = set()  # to which this one has sent a message; on the maker, all that have the context
-        self.roots: dict[tuple[Node, int], None] = {}  # graph edges from which passes began on this worker, in order
+        self.roots: dict[GraphEdge, None] = {}  # graph edges from which passes began on this worker, in order
         # The passes whose gradients are not added to the context's yet: those under way, or not known to be over.
         self.runs: dict[PassId, Run] = {}
         self.given_up: set[PassId] = set()
@@ -67,13 +67,13 @@ class Context:
         # Called before a step of a pipeline, or a backward pass with its mode and roots, begins on this worker, if
         # another worker watches.
         self.before_step: Callable[[Plan], None] | None = None
-        self.before_pass: Callable[[Mode, Sequence[tuple[Node, int]]], None] | None = None
+        self.before_pass: Callable[[Mode, Sequence[GraphEdge]], None] | None = None
         self.step_observers: dict[PassId, Observer] = {}  # of the pipeline steps that run on this worker
         self.lock = threading.Lock()
         self._gradients = GradientStore()
         self._contributions: dict[object, GradientStore] = {}
 
-    def nodes(self, more: Iterable[tuple[Node, int]] = ()) -> Iterable[Node]:
+    def nodes(self, more: Iterable[GraphEdge] = ()) -> Iterable[Node]:
         """Return all nodes here: those behind sent tensors, roots and ``more``, and receive nodes that are alive."""
         starts = [*more, *self.roots]
         starts += [slot.edge for sent in list(self.sends.values()) for slot in sent.slots]
@@ -81,7 +81,7 @@ class Context:
         found = walk(starts)
         return [*found.leaves, *found.nodes.difference(found.leaves)]  # leaves have no other order than the walk's
 
-    def number_all(self, more: Iterable[tuple[Node, int]] = ()) -> dict[Node, int]:
+    def number_all(self, more: Iterable[GraphEdge] = ()) -> dict[Node, int]:
         """Return the number by which users see each node of the graph on this worker, as `nodes` finds them."""
         return self.numbers.of(self.nodes(more))
 

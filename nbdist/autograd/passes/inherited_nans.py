@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import CheckpointFunction
 
-from nbdist.autograd.graph.edges import RECEIVE, Node
+from nbdist.autograd.graph.edges import RECEIVE, GraphEdge, Node
 from nbdist.autograd.graph.inherited import Carried, Inherited
 from nbdist.autograd.graph.measuring import is_finite
 from nbdist.autograd.graph.saved import Saved, saved_by
@@ -34,8 +34,6 @@ from nbdist.rpc.api import current_agent, rpc_async
 _OUTPUTS = ("result", "output", "out", "values")  # torch's names of saved outputs begin so; all others are of inputs
 _PERHAPS_NAMED = 3  # in ``Inherited.perhaps``
 _ANSWER_TIMEOUT = 2.0  # seconds for the answer of another worker; the pass waits meanwhile
-
-Edge = tuple[Node, int]  # a tensor of the forward pass: the node that returned it, and the number of the output
 
 
 def explain(context: Context, here: Transport, node: Node, saved: Sequence[Saved]) -> Inherited | None:
@@ -74,14 +72,17 @@ def explain_sent(context_id: int, message: int, index: int, value: str) -> Inher
 
 
 class _Search:
-    """The saved values of the forward pass behind a node on this worker, and the search through them."""
+    """The saved values of the forward pass behind a node on this worker, and the search through them.
+
+    A tensor of the forward pass is named by its graph edge: the node that returned it, and the number of the output.
+    """
 
     def __init__(self, context: Context, here: Transport, start: Node, saved: Sequence[Saved]) -> None:
         self._context = context
         self._here = here
         # The saved tensors by the node and output that returned them; and those that need no gradient by the node that
         # saved them.
-        self.values: dict[Edge, list[torch.Tensor]] = {}
+        self.values: dict[GraphEdge, list[torch.Tensor]] = {}
         self._constants: dict[Node, list[torch.Tensor]] = {}
         self._hiding = set[Node]()
         self._known: dict[int, str] = {}
@@ -119,7 +120,7 @@ class _Search:
             self._known[id(tensor)] = value
         return value
 
-    def _edge_held(self, edge: Edge) -> bool | None:
+    def _edge_held(self, edge: GraphEdge) -> bool | None:
         """Return whether a tensor held a NaN or Inf when it was made; None if that is not known."""
         node, output = edge
         is_received = type(node) is RECEIVE
@@ -134,7 +135,7 @@ class _Search:
         """Return whether a node's saved values cannot be read: hooks packed them, or a checkpoint recomputes them."""
         return node in self._hiding or getattr(node, "_forward_cls", None) is CheckpointFunction
 
-    def nearest(self, node: Node) -> Edge | None:
+    def nearest(self, node: Node) -> GraphEdge | None:
         """Return the nearest tensor behind a node that is known to have held a NaN or Inf; or None."""
         seen, queue = {node}, [node]
         while queue:
@@ -154,7 +155,7 @@ class _Search:
 
     def follow(self, node: Node, output: int, value: str) -> Inherited:
         """Return where a NaN or Inf comes from that a node returned as ``output``, going back from node to node."""
-        seen = set[Edge]()
+        seen = set[GraphEdge]()
         while (node, output) not in seen:
             seen.add((node, output))
             if type(node) is RECEIVE:
@@ -204,10 +205,7 @@ class _Search:
         return Carried(node.end.message, self._here.name_of(node.end.peer), node.end.function)
 
     def _ask_sender(self, node: Node, output: int, value: str) -> Inherited:
-        """Return where the NaN or Inf of a received tensor comes from, by its sender's `explain_sent`.
-
-        That is ``unknown`` if the sender does not answer in time, fails or does not know.
-        """
+        """Return where the NaN or Inf of a received tensor comes from; ``unknown`` if its sender does not answer."""
         carried = self._message_of(node)
         found = Inherited(value, "unknown", carried.sender)
         arguments = self._context.id, carried.message, node.first + output, value
@@ -224,5 +222,5 @@ def _set_on(node: Node) -> Iterator[Saved]:
             yield Saved(f"ctx.{name}", value, value, False)
 
 
-def _edges_behind(node: Node) -> list[Edge]:
+def _edges_behind(node: Node) -> list[GraphEdge]:
     return [(to, output) for to, output in node.next_functions if to is not None]

@@ -63,7 +63,7 @@ import torch
 
 from nbdist import trace
 from nbdist.autograd.graph import messages
-from nbdist.autograd.graph.edges import Node, Received
+from nbdist.autograd.graph.edges import GraphEdge, Received
 from nbdist.autograd.graph.messages import Head, Missing, Mode, PassId, Report, Token
 from nbdist.autograd.graph.traces import Plan
 from nbdist.autograd.graph.transport import Transport
@@ -85,7 +85,7 @@ from nbdist.rpc.latch import Latch
 _log = logging.getLogger("nbdist.autograd")
 
 # Set by `nbdist.autograd`, to a function of a module that imports this one.
-plan_from: Callable[[Context, Sequence[tuple[Node, int]], Mode], Plan] | None = None
+plan_from: Callable[[Context, Sequence[GraphEdge], Mode], Plan] | None = None
 
 
 class UnusedOutputs(UsageError):

@@ -60,7 +60,8 @@ import msgspec
 import torch
 
 from nbdist.autograd.graph.countdown import Countdown, devices_of
-from nbdist.autograd.graph.edges import RECEIVE, EdgeSlot, HeldBack, Node, Received, Sent, swap_part
+from nbdist.autograd.graph.edges import RECEIVE, EdgeSlot, GraphEdge, HeldBack, Node, Received, Sent, swap_part
+from nbdist.autograd.graph.measuring import Gradients
 from nbdist.autograd.graph.messages import Head
 from nbdist.autograd.graph.walk import ACCUMULATE, Region, walk
 from nbdist.autograd.passes import ddp
@@ -100,7 +101,7 @@ class Entry(msgspec.Struct, eq=False):
     """Graph edges with a gradient for each: the roots of a pass, or the one gradient that has arrived for a slot."""
 
     # Both lists are empty once the gradients are kept or have run.
-    edges: list[tuple[Node, int]]
+    edges: list[GraphEdge]
     gradients: list[torch.Tensor | None]
     slot: EdgeSlot | None = None  # None for the roots, which only the worker has on which the pass begins
 
@@ -131,7 +132,7 @@ class Part:
         self,
         sends: Iterable[Sent],
         head: Head,
-        send_back: Callable[[Received, Sequence[int], Sequence[torch.Tensor | None]], None],
+        send_back: Callable[[Received, Sequence[int], Gradients], None],
         send_marks: Callable[[Marks], None],
         observer: Observer | None = None,
     ) -> None:
@@ -162,7 +163,7 @@ class Part:
         self._awaited: dict[Received, set[int]] = {}
         self._crossed: dict[Received, dict[int, torch.Tensor | None]] = {}
         self._gone_back: dict[Received, set[int]] = {}
-        self.root_edges: list[tuple[Node, int]] = []
+        self.root_edges: list[GraphEdge] = []
         self._barriers: set[EdgeSlot] = set()
         self.reduces = False  # the pass reaches a DistributedDataParallel module on this worker; False in FAST mode
         self._may_reduce = not head.smart  # else such modules wait: for the end of the marking, and the pass's turn
@@ -219,9 +220,7 @@ class Part:
         self.ready.append(roots)
         self.root_edges = list(roots.edges)
 
-    def brought(
-        self, message: int, outputs: Sequence[int], gradients: Sequence[torch.Tensor | None]
-    ) -> Sequence[torch.Tensor | None]:
+    def brought(self, message: int, outputs: Sequence[int], gradients: Gradients) -> Gradients:
         """Return the gradients of the tensors ``outputs`` of a sent message, each on the device of its tensor.
 
         Waits for the copies, so call it without a lock. Raises torch's error if a GPU has no room.
@@ -232,7 +231,7 @@ class Part:
             for index, gradient in zip(outputs, gradients, strict=True)
         ]
 
-    def arrive(self, message: int, outputs: Sequence[int], gradients: Sequence[torch.Tensor | None]) -> None:
+    def arrive(self, message: int, outputs: Sequence[int], gradients: Gradients) -> None:
         """Add an entry for each gradient that has arrived for the tensors ``outputs`` of a sent message."""
         slots = self._sends[message].slots
         with self._lock:
@@ -608,7 +607,7 @@ class Part:
     def _keeping_hook(self, crossing: Sequence[tuple[int, Node, int]]) -> Callable[..., None]:
         """Return a hook that puts the gradients a free node has made for held-back nodes into `_kept`."""
 
-        def keep(gradients: Sequence[torch.Tensor | None], _: Any) -> None:  # in a thread of the engine
+        def keep(gradients: Gradients, _: Any) -> None:  # in a thread of the engine
             if CUDA_IS_BUILT:
                 side_streams.publish(gradients)
             for index, node, output in crossing:
@@ -633,7 +632,7 @@ class Part:
             raise HeldBack
         return None
 
-    def cross(self, end: Received, first: int, gradients: Sequence[torch.Tensor | None]) -> None:
+    def cross(self, end: Received, first: int, gradients: Gradients) -> None:
         """Take the gradients of a received message's tensors from index ``first`` on; called by the receive node."""
         if CUDA_IS_BUILT:  # another thread may send them
             side_streams.publish(gradients)

@@ -15,8 +15,9 @@ import msgspec
 
 from nbdist.autograd.graph.edges import RECEIVE, Node, RunningPart, current_part
 from nbdist.autograd.graph.inherited import Inherited
+from nbdist.autograd.graph.measuring import Gradients
 from nbdist.autograd.graph.saved import Saved, saved_by
-from nbdist.autograd.watching.observer import Gradients, Observer
+from nbdist.autograd.watching.observer import Observer
 from nbdist.gpus import spans
 from nbdist.gpus.spans import GpuSpan
 

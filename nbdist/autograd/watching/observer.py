@@ -27,11 +27,9 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
 
-import torch
-
 from nbdist.autograd.graph.edges import Node
 from nbdist.autograd.graph.inherited import Inherited
-from nbdist.autograd.graph.measuring import are_finite, measure
+from nbdist.autograd.graph.measuring import Gradients, are_finite, measure
 from nbdist.autograd.graph.messages import Control, Happening, Watching
 from nbdist.autograd.graph.numbers import NodeNumbers
 from nbdist.autograd.graph.saved import Saved
@@ -44,7 +42,7 @@ _CLOCK_OFFSET = time.time() - time.monotonic()  # makes the monotonic clock a ti
 _BATCH_SIZE = 1000  # happenings at which a batch is sent
 _BATCH_SECONDS = 0.05  # since the last batch, after which the next happening is sent at once, with all kept back
 
-Gradients = Sequence[torch.Tensor | None]
+Explain = Callable[[], Inherited | None]  # returns where a NaN or Inf comes from, if it is from the forward pass
 
 
 class Stopped(NbdistError):
@@ -221,7 +219,7 @@ class Observer:
         seconds: float,
         new: Gradients,
         given: Gradients = (),
-        explain: Callable[[], Inherited | None] = lambda: None,
+        explain: Explain = lambda: None,
         span: GpuSpan | None = None,
     ) -> None:
         """Note that a node has run for that many seconds, and has made the gradients ``new`` from those ``given``.
@@ -250,12 +248,7 @@ class Observer:
         return self._control.until == "nan" or (self._norms and not self._found)
 
     def _check(
-        self,
-        number: int,
-        name: str,
-        gradients: Gradients,
-        given: Gradients = (),
-        explain: Callable[[], Inherited | None] | None = None,
+        self, number: int, name: str, gradients: Gradients, given: Gradients = (), explain: Explain | None = None
     ) -> None:
         """Look for a NaN or Inf among the gradients that a node is given (``explain`` is None) or has made.
 

@@ -37,7 +37,7 @@ from typing import Any, Literal
 import msgspec
 
 from nbdist.autograd.graph import messages
-from nbdist.autograd.graph.edges import Node
+from nbdist.autograd.graph.edges import GraphEdge
 from nbdist.autograd.graph.events import Event, Key, Pass, Share
 from nbdist.autograd.graph.messages import Control, Happening, Mode, PassId, Watching
 from nbdist.autograd.graph.traces import Plan
@@ -88,7 +88,7 @@ class Watch:
         self.closed = False
         """True if the watch has ended, by `close` or with its context."""
         self._changed = threading.Condition(threading.RLock())
-        self.on_begin: Callable[[Mode, Sequence[tuple[Node, int]]], None] | None = None
+        self.on_begin: Callable[[Mode, Sequence[GraphEdge]], None] | None = None
         """Called with the mode and the roots before a pass begins on this worker, by the thread that begins it."""
         self.on_step: Callable[[Plan], None] | None = None
         """Called with the plan before a step of a pipeline begins on this worker, by the thread that begins it."""
@@ -260,12 +260,10 @@ class Watch:
 
     def _may_go_on(self, name: str | None) -> bool:
         """Return whether `step` should wait, as a pass may still halt, on that worker if named. The lock is held."""
-        if name is None:
-            return bool(self._open_passes())
         for seen in self._open_passes():
             # A worker that waits for gradients does not count: it can run nothing until others have run.
             known = [worker for number, worker in seen.shares.items() if self._transport.name_of(number) == name]
-            if not all(worker.resting for worker in known) or (seen.root == name and not known):
+            if name is None or not all(worker.resting for worker in known) or (seen.root == name and not known):
                 return True
         return False
 
@@ -344,7 +342,7 @@ class Watch:
 
     # -- messages that arrive -----------------------------------------------------------------
 
-    def prepare(self, mode: Mode, roots: Sequence[tuple[Node, int]]) -> None:
+    def prepare(self, mode: Mode, roots: Sequence[GraphEdge]) -> None:
         """Show a pass that is about to begin on this worker: call `on_begin` with its ``mode`` and ``roots``.
 
         The pass calls this. An error of `on_begin` is logged. Without `on_begin`, as after `close`, this does nothing.
