@@ -61,12 +61,16 @@ def read_rrefs(given: Any) -> list[RRef[Any]]:
 
 
 def _read_all(given: Any) -> list[Group]:
+    if isinstance(given, RRef | Mapping):
+        raise UsageError(
+            f"params_rref should be a list of RRefs to parameters, or of groups, not {_value_in_words(given)}: "
+            "put it in a list"
+        )
     entries = _listed(given)
     if entries is None:
-        is_entry = isinstance(given, RRef | Mapping)
-        how = "put it in a list" if is_entry else "rpc.remote(...) and rpc.RRef(parameter) return such references"
         raise UsageError(
-            f"params_rref should be a list of RRefs to parameters, or of groups, not {_value_in_words(given)}: {how}"
+            f"params_rref should be a list of RRefs to parameters, or of groups, not {_value_in_words(given)}: "
+            "rpc.remote(...) and rpc.RRef(parameter) return such references"
         )
     if entries and all(isinstance(entry, Mapping) for entry in entries):  # `_group` refuses a group beside references
         return [_read_group(index, entry) for index, entry in enumerate(entries)]
@@ -91,10 +95,10 @@ def _read_group(index: int, entry: Mapping[str, Any]) -> Group:
 
 
 def _listed(given: Any) -> list[Any] | None:
-    """Return the entries of a list or another iterable; None for a tensor, str, mapping or RRef, and what has none."""
+    """Return the entries of a list or another iterable; None for a tensor, a str, a mapping, and what has none."""
     try:
         # Tensors and strings have entries, too, but none that could be a reference.
-        return list(given) if not isinstance(given, torch.Tensor | str | Mapping | RRef) else None
+        return list(given) if not isinstance(given, torch.Tensor | str | Mapping) else None
     except TypeError:
         return None
 
