@@ -72,10 +72,9 @@ def explain_sent(context_id: int, message: int, index: int, value: str) -> Inher
 
 
 class _Search:
-    """The saved values of the forward pass behind a node on this worker, and the search through them.
+    """The saved values of the forward pass behind a node on this worker, and the search through them."""
 
-    A tensor of the forward pass is named by its graph edge: the node that returned it, and the number of the output.
-    """
+    # A tensor of the forward pass is named by its graph edge: the node that returned it, and the number of the output.
 
     def __init__(self, context: Context, here: Transport, start: Node, saved: Sequence[Saved]) -> None:
         self._context = context
