@@ -96,7 +96,7 @@ FAULTS = {
     ),
     "the end of a context is not told": Fault(
         "autograd/recorder.py",
-        "            self.tell(worker, messages.Release(context.id, context.maker))\n        self._release",
+        "            self.transport.tell(worker, messages.Release(context.id, context.maker))\n        self._release",
         "            pass\n        self._release",
         "autograd/test_passes.py::test_a_context_is_gone_everywhere_also_where_a_third_worker_brought_it",
     ),

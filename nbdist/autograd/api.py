@@ -253,7 +253,7 @@ def backward_async(*arguments: Any, **options: Any) -> Handle:
     here, context, roots, gradients, chosen = _prepare(*_with_id(arguments, options), **options)
     ended: Future[None] = Future()
     handle = Handle(here, here.begin(context, roots, gradients, ended, **chosen), ended)
-    here.submit(handle.go)
+    here.transport.submit(handle.go)
     return handle
 
 

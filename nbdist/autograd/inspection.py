@@ -66,7 +66,7 @@ def plan_from(context: Context, starts: Sequence[GraphEdge], mode: Mode) -> Plan
     here = api.recorder()
     found = _collect(context, starts)
     numbers = context.number_all(starts)
-    return planned(found, [(here.name, numbers[node]) for node, _ in starts], mode)
+    return planned(found, [(here.transport.name, numbers[node]) for node, _ in starts], mode)
 
 
 def trace(context_id: int | None = None) -> Trace:
@@ -105,7 +105,7 @@ def _collect(context: Context, starts: Sequence[GraphEdge] = ()) -> Trace:
     here = api.recorder()
     found = Trace(context.id, passes=context.watch.passes if context.watch is not None and not starts else [])
     members = {record.incarnation: record for record in here.membership.members()}
-    found.nodes[here.name], found.edges, touched = local_nodes(context.id, starts)
+    found.nodes[here.transport.name], found.edges, touched = local_nodes(context.id, starts)
     known = {here.me}
     # In rounds: each worker names those that it exchanged messages with, until there is no new one.
     while new := [member for member in touched if member in members and member not in known]:
@@ -149,7 +149,8 @@ def local_nodes(context_id: int, starts: Sequence[GraphEdge] = ()) -> tuple[list
     edges = []
     for sent in list(context.sends.values()):
         tensors, sources = tuple(map(_tensor, sent.slots)), tuple(numbers[slot.edge[0]] for slot in sent.slots)
-        edges.append(Edge(sent.message, here.name, here.name_of(sent.peer), sent.function, tensors, sources))
+        peer = here.transport.name_of(sent.peer)
+        edges.append(Edge(sent.message, here.transport.name, peer, sent.function, tensors, sources))
     touched = {context.maker, *context.workers, *(end.peer for end in list(context.receives.values()))}
     return nodes, edges, sorted(touched)
 

@@ -12,14 +12,13 @@ the agent calls            when
 `Recorder.warn`            tensors that require grad are sent outside of any context
 ========================== ===========================================================================
 
-The recorder also sends the messages of `nbdist.autograd.graph.messages`, and hands arriving ones to `Passes`,
-`Observing` and `TurnTaking`. It is the ``transport`` of these three.
+It makes the parts of autograd on this worker: `Contexts`, `Passes`, the `Transport` of these, and `Freezing`. It says
+who of them gets which message that arrives, and ends what a lost worker has begun.
 """
 
 from __future__ import annotations
 
 import sys
-import threading
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -30,27 +29,23 @@ import torch
 
 from nbdist.autograd.graph import edges, messages
 from nbdist.autograd.graph.edges import Received
-from nbdist.autograd.graph.forward_nans import NanCheck
-from nbdist.autograd.graph.noting import noted
+from nbdist.autograd.graph.transport import Transport
 from nbdist.autograd.passes.context import Context, Run
 from nbdist.autograd.passes.contexts import Contexts
 from nbdist.autograd.passes.engine import edge_of
 from nbdist.autograd.passes.pass_driver import Passes
 from nbdist.autograd.passes.worker_part import Entry
+from nbdist.autograd.watching.freezing import Freezing
 from nbdist.code_places import NBDIST
-from nbdist.errors import EncodeError, NbdistError, NotInitialized, UsageError
-from nbdist.gpus import side_streams
-from nbdist.gpus.spans import CUDA_IS_BUILT
-from nbdist.rpc import devices
+from nbdist.errors import NbdistError, NotInitialized, UsageError
 from nbdist.rpc.agent import Agent
 from nbdist.rpc.api import current_agent
 from nbdist.rpc.failures import describe
 from nbdist.rpc.futures import Future, Surroundings, set_carrier
-from nbdist.rpc.pool import Job
 from nbdist.rpc.recording import Attach
 from nbdist.torch_private import set_grad_enabled
 from nbdist.wire import codec
-from nbdist.wire.messages import Cast, Payload, Record, Recording
+from nbdist.wire.messages import Payload, Record, Recording
 
 # Set by `nbdist.compat`: called with the error of a pass and the id of its root, returns the error to raise.
 failure_words: Callable[[Exception, int], Exception] | None = None
@@ -82,40 +77,36 @@ class Recorder:
 
     def __init__(self, agent: Agent) -> None:
         self.me = agent.me.incarnation
-        self.name = agent.me.name
-        self.name_of, self.submit = agent.name_of, agent.submit  # see `Transport`
         self.membership = agent.membership
+        self.transport = transport = Transport(agent)
         self.contexts = Contexts(agent.me.id, self.me)
         self.contexts.is_gone = agent.membership.is_gone
-        self.contexts.on_displaced = lambda context: self.submit(partial(self._end, context))
-        self.passes = Passes(self, self.contexts)
+        self.contexts.on_displaced = lambda context: transport.submit(partial(self._end, context))
+        self._freezing = Freezing(agent, transport)
+        self.passes = Passes(transport, self.contexts, self._freezing.freeze)
         self._agent = agent
         self._warned: set[tuple[str, int]] = set()  # places in the user's code, as (file, line)
         self._watchers: list[tuple[Callable[[Context], None], Callable[[], bool]]] = []  # given to `when_opened`
-        self._paused: set[int] = set()  # the contexts with a pass that is paused from here
-        self._freezes = 0  # Freeze messages sent
-        self._freezing = threading.Lock()
-        self._frozen: dict[int, int] = {}  # the number of the newest Freeze message of each other agent, by incarnation
         agent.on_lost(self._on_lost)
-        agent.on_joined(self._on_joined)
         agent.at_close(self._close)
         passes, observing = self.passes, self.passes.observing
-        self._handle(messages.Mark, lambda message, sender: partial(passes.on_mark, message))
-        self._handle_with_value(messages.Gradients, self._on_gradients)
-        self._handle(messages.Marked, lambda message, sender: partial(passes.on_marked, message))
-        self._handle(messages.Turn, lambda message, sender: passes.turns.on_turn(message))
-        self._handle(messages.Granted, lambda message, sender: partial(passes.on_granted, message, sender))
-        self._handle(messages.Report, passes.on_report)
-        self._handle_with_value(messages.Failed, self._on_failed)
-        self._handle(messages.Cancel, lambda message, sender: partial(passes.on_cancel, message))
-        self._handle(messages.Entered, self._on_entered)
-        self._handle(messages.Release, lambda message, sender: partial(self._release, message.context, message.maker))
-        self._handle(messages.WatchChanged, lambda message, sender: observing.on_watch(message))
-        self._handle(messages.Observed, observing.on_observed)
-        self._handle(messages.Over, lambda message, sender: observing.on_over(message))
-        self._handle(messages.Steer, observing.on_steer)
-        self._handle(messages.Go, lambda message, sender: observing.on_go(message))
-        self._handle(messages.Freeze, self._on_freeze)
+        transport.handle(messages.Mark, lambda message, sender: partial(passes.on_mark, message))
+        transport.handle_with_value(messages.Gradients, self._on_gradients)
+        transport.handle(messages.Marked, lambda message, sender: partial(passes.on_marked, message))
+        transport.handle(messages.Turn, lambda message, sender: passes.turns.on_turn(message))
+        transport.handle(messages.Granted, lambda message, sender: partial(passes.on_granted, message, sender))
+        transport.handle(messages.Report, passes.on_report)
+        transport.handle_with_value(messages.Failed, self._on_failed)
+        transport.handle(messages.Cancel, lambda message, sender: partial(passes.on_cancel, message))
+        transport.handle(messages.Entered, self._on_entered)
+        transport.handle(
+            messages.Release, lambda message, sender: partial(self._release, message.context, message.maker)
+        )
+        transport.handle(messages.WatchChanged, lambda message, sender: observing.on_watch(message))
+        transport.handle(messages.Observed, observing.on_observed)
+        transport.handle(messages.Over, lambda message, sender: observing.on_over(message))
+        transport.handle(messages.Steer, observing.on_steer)
+        transport.handle(messages.Go, lambda message, sender: observing.on_go(message))
 
     # -- contexts -----------------------------------------------------------------------------
 
@@ -134,7 +125,7 @@ class Recorder:
         context = self.contexts.new(lines=lines, check=check)
         self.contexts.here.context = context
         if lines or check:
-            context.noting = self.noting(context)
+            context.noting = self.transport.noting(context)
             context.noting.__enter__()
         try:
             for then, _ in watchers:
@@ -143,13 +134,6 @@ class Recorder:
             self.close(context)
             raise
         return context
-
-    def noting(self, context: Context) -> AbstractContextManager[None]:
-        """Return the block in which a thread notes lines of code, or looks for NaN, as the context asks.
-
-        The block raises ForwardNaN for a NaN.
-        """
-        return noted(lines=context.lines, check=NanCheck(self.name, self.name_of) if context.check else None)
 
     def when_opened(self, then: Callable[[Context], None], wants_lines: Callable[[], bool]) -> Callable[[], None]:
         """Call ``then`` with each context that is opened here from now on; return a function that ends that.
@@ -171,7 +155,7 @@ class Recorder:
         if self.contexts.current is context:
             self.contexts.here.context = None
         for worker in context.workers - {self.me}:
-            self.tell(worker, messages.Release(context.id, context.maker))
+            self.transport.tell(worker, messages.Release(context.id, context.maker))
         self._release(context.id, context.maker)
 
     def _release(self, id: int, maker: int) -> None:
@@ -196,7 +180,7 @@ class Recorder:
         if context is not None:
             self._join(context, sender)
         if context is None or self.contexts.find(message.context) is None:  # it may have ended just now
-            self.tell(sender, messages.Release(message.context, self.me))
+            self.transport.tell(sender, messages.Release(message.context, self.me))
 
     # -- called by the agent ------------------------------------------------------------------
 
@@ -235,7 +219,7 @@ class Recorder:
         if context is not None and not context.is_entered:
             context.is_entered = True
             if maker not in (sender, self.me):  # the maker ends the context on all workers, so it has to know them all
-                self.tell(maker, messages.Entered(recording.context))
+                self.transport.tell(maker, messages.Entered(recording.context))
         return context
 
     def incoming(self, context: Context, recording: Recording, sender: int, function: str) -> Attach:
@@ -325,111 +309,16 @@ class Recorder:
             finally:
                 del said  # or the error would refer to itself, by its traceback and this frame
 
-    # -- called by passes ---------------------------------------------------------------------
-
-    def is_there(self, worker: int) -> bool:
-        """Return whether this agent is still connected to a worker, given by its incarnation."""
-        return self._agent.links.connected(worker) is not None
-
-    def post(self, to: int, message: messages.PassMessage, body: Any = None) -> None:
-        """Send a message to a worker, this one included; ``body`` travels as its payload.
-
-        Raises WorkerLost if the worker is gone, EncodeError if the body cannot be sent.
-        """
-        topic, data, agent = _TOPICS[type(message)], messages.encode(message), self._agent
-        if body is None:
-            agent.post(to, Cast(topic, data, _NO_PAYLOAD))
-            return
-        if CUDA_IS_BUILT and type(message) is messages.Gradients:  # computed on streams of other threads, perhaps
-            side_streams.catch_up(body)
-        space = agent.sharing.spaces.get(to)
-        connection = agent.links.connections.get(to)
-        record = connection.record if connection is not None else None
-        mapped = agent.me.device_maps or (record is not None and record.device_maps)
-        is_usual = type(message) is messages.Gradients and not mapped
-        usual = messages.encode_usual_gradients(body, space) if is_usual else None
-        if usual is not None:
-            agent.post(to, Cast(topic, data, usual[0]), usual[1])
-            return
-        where = devices.for_gradients(agent.me, record)
-        try:
-            encoded = codec.encode(body, by_value=True, devices=where, space=space)
-        except EncodeError as error:
-            what = "a gradient" if type(message) is messages.Gradients else "the error of a backward pass"
-            raise EncodeError(f"{what} {error}") from error.__cause__
-        agent.post(to, Cast(topic, data, encoded.payload), encoded.frames, slots=encoded.slots)
-
-    def tell(self, to: int, message: messages.PassMessage, body: Any = None) -> None:
-        """Send a message, and do nothing if the worker is gone: `post` raises then."""
-        try:
-            self.post(to, message, body)
-        except NbdistError:
-            return  # the worker is gone, and with it all that the message is about
-
-    # -- called by watches --------------------------------------------------------------------
-
-    def freeze(self, context_id: int, frozen: bool) -> None:
-        """Tell all members that a pass of a context is paused from here, or that none is paused any more.
-
-        While any is paused, the members stop the clocks of their calls, so that none times out.
-        """
-        with self._freezing:
-            before = bool(self._paused)
-            (self._paused.add if frozen else self._paused.discard)(context_id)
-            if bool(self._paused) == before:
-                return
-            self._freezes += 1
-            message = messages.Freeze(self._freezes, bool(self._paused))
-            for record in self.membership.members():
-                self.tell(record.incarnation, message)
-
-    def _on_joined(self, record: Record) -> None:
-        """Tell a new member that a pass is paused from here, if one is: its calls must not time out either."""
-        with self._freezing:
-            message = messages.Freeze(self._freezes, True) if self._paused else None
-        if message is not None:  # sent without the lock; if a newer message overtakes it, its number says so
-            self.tell(record.incarnation, message)
-
-    def _on_freeze(self, message: messages.Freeze, sender: int) -> None:
-        """Stop the clocks of all calls of this agent, because the sender has paused a pass, or let them run again."""
-        if message.number < self._frozen.get(sender, 0):
-            return  # a newer message has overtaken it
-        self._frozen[sender] = message.number
-        if message.frozen:
-            self._agent.freeze(sender)
-        if not message.frozen or self.membership.is_gone(sender):  # a sender that has just joined may not be known yet
-            self._agent.thaw(sender)
-
     # -- messages that arrive -----------------------------------------------------------------
-
-    def _handle(self, kind: type, act: Callable[[Any, int], Job | None]) -> None:
-        """Register ``act(message, sender)`` for a kind of message; the reading thread calls it, a pool runs the job."""
-
-        def on_cast(cast: Cast, sender: int, frames: list[bytes]) -> Job | None:
-            return act(messages.decode(cast.data), sender)
-
-        self._agent.handle_cast(_TOPICS[kind], on_cast)
-
-    def _handle_with_value(self, kind: type, act: Callable[[Any, Any, Payload, list[bytes]], None]) -> None:
-        """Register ``act(message, value, payload, frames)`` for a kind of message, in a thread of the pool.
-
-        For a large value, ``act`` gets `codec.NOT_DECODED`, and decodes ``frames`` by their ``payload`` itself.
-        """
-
-        def on_cast(cast: Cast, sender: int, frames: list[bytes]) -> Job:
-            # Small values are decoded before another thread is woken to read: making tensors releases the GIL, which
-            # that thread would take.
-            value = codec.decode_early(cast.payload, frames)
-            return partial(act, messages.decode(cast.data), value, cast.payload, frames)
-
-        self._agent.handle_cast(_TOPICS[kind], on_cast)
 
     def _on_gradients(self, message: messages.Gradients, value: Any, payload: Payload, frames: list[bytes]) -> None:
         try:
             gradients = codec.decode(payload, frames) if value is codec.NOT_DECODED else value
         except NbdistError as error:  # the root would wait for ever for the report on this message
             doing = f"the backward pass of context {message.head.context}"
-            self.tell(message.head.id.root, messages.Failed(message.head.id), describe(error, self.name, doing))
+            self.transport.tell(
+                message.head.id.root, messages.Failed(message.head.id), describe(error, self.transport.name, doing)
+            )
         else:
             self.passes.on_gradients(message, gradients)
 
@@ -437,21 +326,20 @@ class Recorder:
         try:
             failure = codec.decode(payload, frames) if value is codec.NOT_DECODED else value
         except NbdistError as error:
-            failure = describe(error, self.name, "the backward pass")
+            failure = describe(error, self.transport.name, "the backward pass")
         self.passes.on_failed(message, failure)
 
     def _on_lost(self, record: Record, why: str) -> None:
         """End the contexts that a lost worker made, and fail the passes that need it; ``why`` is for the errors."""
         for context in self.contexts.all():
             context.workers.discard(record.incarnation)
-        self._frozen.pop(record.incarnation, None)
-        self._agent.thaw(record.incarnation)
+        self._freezing.on_lost(record.incarnation)
         self.passes.observing.on_lost(record.incarnation)
         self.passes.on_lost(record.incarnation, record.name, why)
         # In another thread: this one has noticed the loss, and may be the one that reads messages.
         for context in self.contexts.all():
             if context.maker == record.incarnation:
-                self.submit(partial(self._release, context.id, context.maker))
+                self.transport.submit(partial(self._release, context.id, context.maker))
 
     def _close(self) -> None:
         for context in self.contexts.all():
@@ -477,7 +365,7 @@ class _Running:
         if self._grad_before is not self._grad:
             set_grad_enabled(self._grad)
         context = self._context
-        self._noting = self._recorder.noting(context) if context.lines or context.check else None
+        self._noting = self._recorder.transport.noting(context) if context.lines or context.check else None
         if self._noting is not None:
             self._noting.__enter__()
 
@@ -488,7 +376,3 @@ class _Running:
         finally:
             set_grad_enabled(self._grad_before)
             self._recorder.contexts.here.context = self._before
-
-
-_TOPICS: dict[type, str] = {kind: f"autograd.{kind.__name__.lower()}" for kind in messages.PassMessage.__subclasses__()}
-_NO_PAYLOAD = Payload()

@@ -41,7 +41,7 @@ class Worker:
     def __init__(self, net, number):
         self.net, self.me, self.name = net, number, f"worker{number}"
         self.contexts = Contexts(number, number)
-        self.passes = Passes(self, self.contexts)
+        self.passes = Passes(self, self.contexts, lambda context, frozen: None)
 
     def post(self, to, message, body=None):
         message = messages.decode(messages.encode(message))

@@ -7,7 +7,7 @@ import torch
 
 from nbdist import autograd as dist_autograd
 from nbdist import rpc
-from nbdist.autograd import recorder as recorders
+from nbdist.autograd.graph import transport
 from nbdist.autograd.passes import claims, context, pass_driver, worker_part
 from nbdist.autograd.passes.gradient_store import GradientStore
 from nbdist.gpus import side_streams
@@ -109,7 +109,7 @@ def test_a_pass_publishes_what_it_computes_and_catches_up_before_it_reads(world,
             (what, tuple(each.reshape(-1).tolist())) for each in tensors if each is not None
         )
 
-    for module in (recorders, context, pass_driver, claims, worker_part):
+    for module in (transport, context, pass_driver, claims, worker_part):
         monkeypatch.setattr(module, "CUDA_IS_BUILT", True)
     monkeypatch.setattr(side_streams, "publish", noting("publish"))
     monkeypatch.setattr(side_streams, "catch_up", noting("catch up"))

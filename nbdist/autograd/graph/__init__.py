@@ -13,7 +13,7 @@
 `forward_nans`  the operation that made the first NaN of a forward pass
 `noting`        notes the origins while the forward pass runs
 `messages`      the messages of contexts and passes
-`transport`     what contexts, passes and watches need of the agent
+`transport`     sends and receives them for one agent
 `events`        what a watched pass shows, as data
 `traces`        all of it as plain data
 ==============  ==============================================================

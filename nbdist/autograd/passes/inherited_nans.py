@@ -61,14 +61,14 @@ def explain_sent(context_id: int, message: int, index: int, value: str) -> Inher
     ``value`` is ``"NaN"`` or ``"Inf"``. The worker that received it calls this by RPC. Returns None if that is not
     known here any more.
     """
-    here: Any = current_agent().recorder  # a `Transport`, made of higher modules
-    context: Context | None = here.contexts.find(context_id)
+    recorder: Any = current_agent().recorder
+    context: Context | None = recorder.contexts.find(context_id)
     sent = context.sends.get(message) if context is not None else None
     if context is None or sent is None or len(context.runs) > 1:  # another pass may free the saved values
         return None
     node, output = sent.slots[index].edge
     saved = [*saved_by(node), *_set_on(node)]
-    return _Search(context, here, node, saved).follow(node, output, value)
+    return _Search(context, recorder.transport, node, saved).follow(node, output, value)
 
 
 class _Search:

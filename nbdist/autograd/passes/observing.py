@@ -39,8 +39,9 @@ _CLOSED_WATCHES_KEPT = 64  # for batches on their way; an older watch has all it
 class Observing:
     """The watches of one worker, and the observers of the passes that run there; `Passes` has one on each worker."""
 
-    def __init__(self, transport: Transport, contexts: Contexts) -> None:
+    def __init__(self, transport: Transport, contexts: Contexts, freeze: Callable[[int, bool], None]) -> None:
         self._transport = transport
+        self._freeze = freeze
         self._contexts = contexts
         # Closed watches, by context and number, for which batches are still missing.
         self._awaiting: OrderedDict[tuple[int, int], Watch] = OrderedDict()
@@ -51,7 +52,9 @@ class Observing:
         """Watch the passes of a context from this worker; raises UsageError if this worker has an open watch of it."""
         if context.watch is not None and not context.watch.closed:
             raise UsageError(f"context {context.id} is watched already: close() its other watch first")
-        watch = context.watch = Watch(self._transport, context.id, paused=paused, norms=norms, ended=self._unwatch)
+        watch = context.watch = Watch(
+            self._transport, context.id, paused=paused, norms=norms, ended=self._unwatch, freeze=self._freeze
+        )
         self._have_watched(context, watch.watching, over=False)
         return watch
 

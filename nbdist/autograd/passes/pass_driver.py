@@ -113,8 +113,8 @@ class UnusedOutputs(UsageError):
 class Passes:
     """All passes that touch one worker: begins them, acts on their messages and ends them."""
 
-    def __init__(self, transport: Transport, contexts: Contexts) -> None:
-        self.observing = Observing(transport, contexts)
+    def __init__(self, transport: Transport, contexts: Contexts, freeze: Callable[[int, bool], None]) -> None:
+        self.observing = Observing(transport, contexts, freeze)
         self._transport = transport
         self._me = transport.me
         self._contexts = contexts

@@ -73,13 +73,21 @@ class Watch:
     """
 
     def __init__(
-        self, transport: Transport, context: int, *, paused: bool, norms: bool, ended: Callable[[Watch], None]
+        self,
+        transport: Transport,
+        context: int,
+        *,
+        paused: bool,
+        norms: bool,
+        ended: Callable[[Watch], None],
+        freeze: Callable[[int, bool], None],
     ) -> None:
         self.id = next(_ids)
         self.context_id = context
         self._transport = transport
         self._norms = norms
         self._ended = ended
+        self._freeze = freeze
         self._control = Control(1, paused)
         self._passes: dict[PassId, Pass] = {}
         self._reached: Event | None = None  # the event at which the passes halted that `run` was waiting for
@@ -301,19 +309,19 @@ class Watch:
                         each.gone, each.at = each.halt, None
             for number in {number for seen in self._passes.values() for number in seen.shares}:
                 self._send_control(number)
-            self._freeze()
+            self._stop_clocks()
 
     def _send_control(self, number: int) -> None:
         """Send a worker the control and the number of its last ended halt in every pass; the lock is held."""
         over = [(id, seen.shares[number].gone) for id, seen in self._passes.items() if number in seen.shares]
         self._transport.tell(number, messages.Steer(self.context_id, self.id, self._control, over))
 
-    def _freeze(self) -> None:
+    def _stop_clocks(self) -> None:
         """Stop the timeouts of all calls while a pass is paused, and start them again after; the lock is held."""
         frozen = not self.closed and self._control.paused and bool(self._open_passes())
         if frozen != self._frozen:
             self._frozen = frozen
-            self._transport.freeze(self.context_id, frozen)
+            self._freeze(self.context_id, frozen)
 
     def close(self) -> None:
         """Resume the passes and stop watching; the recorded events stay. A second call does nothing.
@@ -326,7 +334,7 @@ class Watch:
             if self._control.paused or self._control.until:
                 self._steer()
             self.closed = True
-            self._freeze()
+            self._stop_clocks()
             self._changed.notify_all()
         self._ended(self)
         self._tell_news()
@@ -423,7 +431,7 @@ class Watch:
         """Hold the lock in the block; then set the timeouts of calls, wake those that wait, and tell the view."""
         with self._changed:
             yield
-            self._freeze()
+            self._stop_clocks()
             self._changed.notify_all()
         self._tell_news()
 

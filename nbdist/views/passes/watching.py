@@ -529,7 +529,7 @@ class Watcher:
         root, found = self._plans.pop(watch, (None, None))
         self._pass = found if root == id.root else None  # else that plan is of another worker's pass
         if self._pass is None:
-            self._recorder.submit(partial(self._on_begin_elsewhere, watch, id))
+            self._recorder.transport.submit(partial(self._on_begin_elsewhere, watch, id))
 
     def _wake_and_tell(self) -> None:
         """Wake the threads that wait for a pass or for the end, and call `changed`, which updates the live view."""
