@@ -61,7 +61,7 @@ from nbdist.rpc.here import Active, here
 from nbdist.rpc.latch import Latch
 from nbdist.rpc.links import Links
 from nbdist.rpc.named import NamedObject, NamedObjects
-from nbdist.rpc.options import RpcBackendOptions
+from nbdist.rpc.options import RpcBackendOptions, time_limit
 from nbdist.rpc.pool import Job, Pool
 from nbdist.rpc.promise import Promise
 from nbdist.rpc.recording import CallRecorder
@@ -190,8 +190,8 @@ class Agent:
             self.membership,
             self.pending,
             self.sharing,
-            watch=self.processes.watch,
-            on_undelivered=self._on_undelivered,
+            self.processes.watch,
+            self._on_undelivered,
         )
         self.post = self.links.post
         self.pool = Pool(
@@ -213,16 +213,18 @@ class Agent:
             self.links,
             self.references,
             self.recorder,
-            Answers(me.name, self.exchange, self.links, self.references, self.sharing, self.recorder, self.activate),
+            Answers(
+                me.name, self.exchange, self.links, self.references, self.sharing.spaces, self.recorder, self.activate
+            ),
         )
         self.outcomes = Outcomes(me, self.pending, self.references, self.links, self.recorder, self.submit)
         self.sender = Sender(
             me,
-            options,
+            time_limit(options.rpc_timeout),
             self.pending,
             self.links,
             self.references,
-            self.sharing,
+            self.sharing.spaces,
             self.recorder,
             Repeats(self.pending, self.links, self.outcomes),
             self.exchange.is_deciding,

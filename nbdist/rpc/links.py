@@ -20,7 +20,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from nbdist import trace
@@ -109,6 +109,7 @@ class Connection:
                 link.close(at_once=True)
 
 
+@dataclass(eq=False, repr=False)
 class Links:
     """The connections of one agent, by the other agent's incarnation. One of them leads to the agent itself.
 
@@ -116,44 +117,36 @@ class Links:
     the last three under `Agent._turn`. Moments, such as ``now`` and ``due``, are as of `time.monotonic`.
     """
 
-    def __init__(
-        self,
-        channel: Channel,
-        limits: PeerLimits,
-        membership: Membership,
-        pending: PendingCalls,
-        sharing: Sharing,
-        *,
-        watch: Callable[[int, int], None],
-        on_undelivered: Callable[[Call], None],
-    ) -> None:
-        self.connections: dict[int, Connection] = {}
-        """Changed under the lock; a lookup needs none."""
-        self.closed = False
-        self.due = math.inf
-        """The moment at which some connection or call needs attention."""
-        self._ticked = -math.inf  # the moment of the last tick
-        self._asleep_until = 0.0  # until then, a reader may sleep without looking at `due`
-        self._sent_to_gone = 0  # the messages that had to arrive and were sent to agents that are gone now
-        self._channel = channel
-        self._limits = limits
-        self._membership = membership
-        self._me = membership.me
-        self._pending = pending
-        self._sharing = sharing
-        self._watch = watch  # watches a process of this host, by its pid and start
-        self._on_undelivered = on_undelivered  # takes a call that was not acknowledged after all tries
-        self.meets_all = True
-        """True if all members connect to each other. False if one agent connects to all, and the others only to it."""
-        self._chooses = False  # True if this agent watches only some members, because the world is large
-        self._is_large = False  # True if the world was large when `_ring` was computed
-        self._ring: set[int] = set()  # the members that this agent watches for the others; empty in a small world
-        self._is_stale = True  # True if `_ring` must be computed again: an agent was connected or lost
-        # The members that a block of `attend` watches, with the number of blocks.
-        self._attended: Counter[int] = Counter()
-        self._doubted_all = -math.inf  # the moment of the last `doubt_all`
-        # Guards `connections` and the `Peer` of each. Held for short steps only, never while something is sent.
-        self._lock = threading.Lock()
+    _channel: Channel
+    _limits: PeerLimits
+    _membership: Membership
+    _pending: PendingCalls
+    _sharing: Sharing
+    _watch: Callable[[int, int], None]  # watches a process of this host, by its pid and start
+    _on_undelivered: Callable[[Call], None]  # takes a call that was not acknowledged after all tries
+    connections: dict[int, Connection] = field(default_factory=dict)
+    """Changed under the lock; a lookup needs none."""
+    closed: bool = False
+    due: float = math.inf
+    """The moment at which some connection or call needs attention."""
+    _ticked: float = -math.inf  # the moment of the last tick
+    _asleep_until: float = 0.0  # until then, a reader may sleep without looking at `due`
+    _sent_to_gone: int = 0  # the messages that had to arrive and were sent to agents that are gone now
+    meets_all: bool = True
+    """True if all members connect to each other. False if one agent connects to all, and the others only to it."""
+    _chooses: bool = False  # True if this agent watches only some members, because the world is large
+    _is_large: bool = False  # True if the world was large when `_ring` was computed
+    # The members that this agent watches for the others; empty in a small world.
+    _ring: set[int] = field(default_factory=set)
+    _is_stale: bool = True  # True if `_ring` must be computed again: an agent was connected or lost
+    # The members that a block of `attend` watches, with the number of blocks.
+    _attended: Counter[int] = field(default_factory=Counter)
+    _doubted_all: float = -math.inf  # the moment of the last `doubt_all`
+    # Guards `connections` and the `Peer` of each. Held for short steps only, never while something is sent.
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def __post_init__(self) -> None:
+        self._me = self._membership.me
 
     # -- connecting and disconnecting ---------------------------------------------------------
 
@@ -467,7 +460,7 @@ class Links:
     def _choose(self, awaited: AbstractSet[int], now: float) -> None:
         """Choose the members that this agent watches (`nbdist.rpc.core.watching`). The caller holds the lock."""
         if self._is_stale:
-            members = self._members()
+            members = [connection.record for connection in self.connections.values()]
             self._is_large = self.meets_all and len(members) > ALL_WATCH_ALL
             self._ring = watched_by(self._me, members) if self._is_large else set()
             self._is_stale = False
@@ -486,9 +479,6 @@ class Links:
                 peer.watch(now - PING_FIRST)  # the message for whose answer this agent waits is older
             else:
                 peer.rest()
-
-    def _members(self) -> list[Record]:
-        return [connection.record for connection in self.connections.values()]
 
     def set_clock(self) -> None:
         """Set `due` to the next moment at which a connection or a call needs attention, after a `tick`."""

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from nbdist import trace
+from nbdist.channel.shared_memory.arena import ArenaSpace
 from nbdist.errors import EncodeError, MissingDefinition, NbdistError, UsageError
 from nbdist.rpc.core.arrivals import Arrival
 from nbdist.rpc.core.exchange import Exchange
@@ -18,7 +20,6 @@ from nbdist.rpc.promise import Promise
 from nbdist.rpc.recording import Served
 from nbdist.rpc.references.forker import MessageForker
 from nbdist.rpc.references.reference_table import References
-from nbdist.rpc.shared_tensors import Sharing
 from nbdist.torch_private import is_torch_future
 from nbdist.wire import codec
 from nbdist.wire.devices import CPU_ONLY
@@ -36,30 +37,21 @@ class Asked(Arrival):
     """The value that the call works on, while it runs; None for a call that works on none."""
 
 
+@dataclass(eq=False, repr=False)
 class Answers:
     """Sends one agent's answers: exactly one for each call.
 
     A *definition* is a function or class of the caller's ``__main__``, which the caller can send along by value.
     """
 
-    def __init__(
-        self,
-        name: str,
-        exchange: Exchange,
-        links: Links,
-        references: References,
-        sharing: Sharing,
-        recorder: Served,
-        activate: Callable[[], AbstractContextManager[Any]],
-    ) -> None:
-        self._name = name
-        self._exchange = exchange
-        self._links = links
-        self._references = references
-        self._spaces = sharing.spaces
-        self._recorder = recorder
-        # Returns a context manager, which a thread that is not of the agent's pool enters to answer.
-        self._activate = activate
+    _name: str  # the agent's
+    _exchange: Exchange
+    _links: Links
+    _references: References
+    _spaces: dict[int, ArenaSpace]  # `Sharing.spaces`
+    _recorder: Served
+    # Returns a context manager, which a thread that is not of the agent's pool enters to answer.
+    _activate: Callable[[], AbstractContextManager[Any]]
 
     def give(self, asked: Asked, result: Any) -> None:
         """Answer with the function's return value, or keep the value here if the caller asked for a reference."""

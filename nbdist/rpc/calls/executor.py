@@ -15,6 +15,7 @@ import traceback
 from bdb import BdbQuit
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from nbdist import trace
@@ -49,29 +50,23 @@ class Stoppable(Protocol):
         """No longer let a call be stopped; withdraw a KeyboardInterrupt that has not been raised yet."""
 
 
+@dataclass(eq=False, repr=False)
 class Executor:
     """The callee's side of one agent's calls: runs the functions that other agents call here."""
 
-    def __init__(
-        self,
-        exchange: Exchange,
-        membership: Membership,
-        links: Links,
-        references: References,
-        recorder: Served,
-        answers: Answers,
-    ) -> None:
-        self.around: Callable[[str], AbstractContextManager[None]] | None = None
-        """Returns a context manager to enter around each call that runs here; takes `Call.origin`. None for none."""
-        self.stopping: Stoppable
-        self.name = membership.me.name
-        self.pid = membership.me.pid  # a function that returns in another process has forked
-        self.exchange = exchange
-        self.membership = membership
-        self.links = links
-        self.references = references
-        self.recorder = recorder
-        self.answers = answers
+    exchange: Exchange
+    membership: Membership
+    links: Links
+    references: References
+    recorder: Served
+    answers: Answers
+    around: Callable[[str], AbstractContextManager[None]] | None = None
+    """Returns a context manager to enter around each call that runs here; takes `Call.origin`. None for none."""
+    stopping: Stoppable = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.name = self.membership.me.name
+        self.pid = self.membership.me.pid  # a function that returns in another process has forked
 
     def doing(self, but: int = 0) -> str:
         """Describe the oldest call that is not answered here, count all but the newest ``but``; "" if there is none."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -30,36 +31,27 @@ from nbdist.wire import codec
 from nbdist.wire.messages import Fork, Record, Reply, Stop
 
 
+@dataclass(eq=False, repr=False)
 class Outcomes:
     """Ends the calls that one agent has made: with the answer, or with an error if there is none.
 
     ``may_exist`` is True if the callee may have made the value that a call was to make, and must be told to drop it.
     """
 
-    def __init__(
-        self,
-        me: Record,
-        pending: PendingCalls,
-        references: References,
-        links: Links,
-        recorder: Replied,
-        submit: Callable[[Job], None],
-    ) -> None:
-        self._me = me
-        self._pending = pending
-        self._references = references
-        self._links = links
-        self._recorder = recorder
-        self._submit = submit
-        self._ending = pending.ending  # the calls that left the table and that a job will end or send again
+    _me: Record
+    _pending: PendingCalls
+    _references: References
+    _links: Links
+    _recorder: Replied
+    _submit: Callable[[Job], None]
 
     def close(self, why: str) -> None:
         """End all calls with `WorkerLost`, those that wait for a job, too. ``why`` completes "worker0 ..."."""
         for call in self._pending.all():
             self._pending.pop(call.id)
-            self._ending[call] = None
+            self._pending.ending[call] = None
         # The job that should end such a call may never run: the pool is closing.
-        for call in list(self._ending):
+        for call in list(self._pending.ending):
             error = WorkerLost(
                 f"{self._me.name} {why} before {call.worker} had answered; {call.function} may have run there. Wait "
                 "for calls before RPC ends in this process"
@@ -68,7 +60,7 @@ class Outcomes:
 
     def _job_of(self, job: Callable[[Pending], None], call: Pending) -> Job:
         """Return a job that calls ``job(call)`` to end a call, or to send it again."""
-        self._ending[call] = None  # if the job never runs, `close` ends the call
+        self._pending.ending[call] = None  # if the job never runs, `close` ends the call
         return partial(job, call)
 
     # -- ending with an answer ----------------------------------------------------------------
@@ -161,8 +153,8 @@ class Outcomes:
         """
         if call.again is not None:
             call.drop_repeat()
-        if self._ending:
-            self._ending.pop(call, None)
+        if self._pending.ending:
+            self._pending.ending.pop(call, None)
         if trace.listeners:
             trace.emit("call.ended", agent=self._me.name, to=call.worker, function=call.function, id=call.id)
         if submit is not None and isinstance(call.outcome, Promise):
@@ -207,7 +199,7 @@ class Outcomes:
                 self._fail(call, error, may_exist=True)
 
         if errors:
-            self._ending.update((call, None) for call in over)
+            self._pending.ending.update((call, None) for call in over)
             self._submit(fail)
 
     def _timeout_error(self, call: Pending, now: float) -> RpcTimeout:

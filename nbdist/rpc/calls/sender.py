@@ -5,25 +5,26 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 
 from nbdist import durations
+from nbdist.channel.shared_memory.arena import ArenaSpace
 from nbdist.errors import EncodeError, UsageError
 from nbdist.finalisers import hand_over, this_thread
 from nbdist.rpc.calls.repeats import Draft, Repeats
 from nbdist.rpc.core.pending import Pending, PendingCalls
 from nbdist.rpc.latch import Latch
 from nbdist.rpc.links import Links
-from nbdist.rpc.options import UNSET_RPC_TIMEOUT, RpcBackendOptions, time_limit
+from nbdist.rpc.options import UNSET_RPC_TIMEOUT
 from nbdist.rpc.promise import Promise
 from nbdist.rpc.recording import Calling
 from nbdist.rpc.references.forker import MessageForker
 from nbdist.rpc.references.reference_table import References
 from nbdist.rpc.references.rref import RRef
-from nbdist.rpc.shared_tensors import Sharing
 from nbdist.wire import codec
 from nbdist.wire.devices import CPU_ONLY
 from nbdist.wire.messages import Call, Fork, Mode, Payload, Record
@@ -31,37 +32,26 @@ from nbdist.wire.pickling import culprit
 from nbdist.wire.tensors import Slot
 
 
+@dataclass(eq=False, repr=False)
 class Sender:
     """Sends the calls of one agent."""
 
-    def __init__(
-        self,
-        me: Record,
-        options: RpcBackendOptions,
-        pending: PendingCalls,
-        links: Links,
-        references: References,
-        sharing: Sharing,
-        recorder: Calling,
-        repeats: Repeats,
-        is_deciding: Callable[[], bool],
-        on_unsent: Callable[[Fork | None, Promise[Any], BaseException], None],
-    ) -> None:
-        self.origin: Callable[[], str] | None = None
-        """Returns the id of the cell for which the calling thread works; None without cells."""
-        self.rpc_timeout = time_limit(options.rpc_timeout)
-        """The time limit in seconds of a call without its own; 0 for no limit."""
-        self.expect_no_more: Callable[[], None] = _do_nothing
-        """Called when a call could not be sent, to undo `Latch.on_send`."""
-        self._me = me
-        self._pending = pending
-        self._links = links
-        self._references = references
-        self._spaces = sharing.spaces  # shared memory for large tensors, by receiver
-        self._recorder = recorder
-        self._repeats = repeats
-        self._is_deciding = is_deciding  # True if this thread holds `Exchange.lock`: no answer can be handled
-        self._on_unsent = on_unsent  # ends a call that a finaliser made and that could not be sent
+    _me: Record
+    rpc_timeout: float
+    """The time limit in seconds of a call without its own; 0 for no limit."""
+    _pending: PendingCalls
+    _links: Links
+    _references: References
+    _spaces: dict[int, ArenaSpace]  # shared memory for large tensors, by receiver
+    _recorder: Calling
+    _repeats: Repeats
+    _is_deciding: Callable[[], bool]  # True if this thread holds `Exchange.lock`: no answer can be handled
+    # Ends a call that a finaliser made and that could not be sent.
+    _on_unsent: Callable[[Fork | None, Promise[Any], BaseException], None]
+    origin: Callable[[], str] | None = None
+    """Returns the id of the cell for which the calling thread works; None without cells."""
+    expect_no_more: Callable[[], None] = lambda: None
+    """Called when a call could not be sent, to undo `Latch.on_send`, if the channel has something to undo."""
 
     def timeout_of(self, timeout: float) -> float:
         """Return a call's time limit in seconds: the default if ``timeout`` is negative; 0 for no limit."""
@@ -226,8 +216,3 @@ _CANNOT_WAIT_HERE = (
     "Python ran while this thread was sending or reading messages. It cannot wait for an answer there. The call is "
     "made all the same, and its result is dropped. Use rpc_async in finalisers and signal handlers"
 )
-
-
-def _do_nothing() -> None:
-    """Do nothing. Stands in for `Channel.expect_no_more` if the channel has nothing to undo."""
-    pass

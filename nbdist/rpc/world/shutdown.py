@@ -19,6 +19,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from typing import Any
 
 from nbdist.errors import NbdistError, RendezvousError, WorkerLost
@@ -75,39 +76,34 @@ class Reminder:
         return True
 
 
+@dataclass(eq=False, repr=False)
 class Shutdown:
     """One agent's part in ending the world: `shutdown` waits here until no member has anything under way."""
 
-    def __init__(
-        self,
-        membership: Membership,
-        links: Links,
-        exchange: Exchange,
-        references: References,
-        turn: AbstractContextManager[Any],
-        doing: Callable[[], str],
-    ) -> None:
-        self._turn = turn  # `Agent._turn`, held while a message is handled
-        self._membership = membership
-        self._links = links
-        self._exchange = exchange
-        self._references = references
-        self._doing = doing  # describes the calls that run here
-        self._changed = threading.Condition()
-        self._reached = RUNNING  # the round that this agent has reached
-        self._wanted = RUNNING  # the round that the leader has announced
-        # The names of the members for which the leader waits, and what they have to do, as texts.
-        self._waits_for = "", ""
-        # The leader's current look. Answers to earlier looks do not count.
-        self._look = 1
-        self._looked = 0.0  # the time of the leader's last complete look
-        self._asked: set[int] = set()  # the members that have been asked in this look
-        self._answers: dict[int, ShutdownState] = {}  # the answers in this look, by member
-        self._lost: list[str] = []  # the members that were lost during the end, with the reason, for the error of `end`
-        self._survey: Survey | None = None  # None in an agent that does not lead
-        self.completed = False
-        """True once `end` has gone through both rounds: the goodbye then says that the end was orderly."""
-        self.release: Callable[[], None] = references.release_all
+    _membership: Membership
+    _links: Links
+    _exchange: Exchange
+    _references: References
+    _turn: AbstractContextManager[Any]  # `Agent._turn`, held while a message is handled
+    _doing: Callable[[], str]  # describes the calls that run here
+    _changed: threading.Condition = field(default_factory=threading.Condition)
+    _reached: int = RUNNING  # the round that this agent has reached
+    _wanted: int = RUNNING  # the round that the leader has announced
+    # The names of the members for which the leader waits, and what they have to do, as texts.
+    _waits_for: tuple[str, str] = "", ""
+    # The leader's current look. Answers to earlier looks do not count.
+    _look: int = 1
+    _looked: float = 0.0  # the time of the leader's last complete look
+    _asked: set[int] = field(default_factory=set)  # the members that have been asked in this look
+    _answers: dict[int, ShutdownState] = field(default_factory=dict)  # the answers in this look, by member
+    # The members that were lost during the end, with the reason, for the error of `end`.
+    _lost: list[str] = field(default_factory=list)
+    _survey: Survey | None = None  # None in an agent that does not lead
+    completed: bool = False
+    """True once `end` has gone through both rounds: the goodbye then says that the end was orderly."""
+
+    def __post_init__(self) -> None:
+        self.release: Callable[[], None] = self._references.release_all
         """Releases all references to values of other members. `end` calls it once."""
 
     # -- every member -------------------------------------------------------------------------
