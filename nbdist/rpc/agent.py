@@ -32,7 +32,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -59,7 +59,7 @@ from nbdist.rpc.core.pending import Pending
 from nbdist.rpc.futures import Future
 from nbdist.rpc.here import Active, here
 from nbdist.rpc.latch import Latch
-from nbdist.rpc.links import Links
+from nbdist.rpc.links import Links, try_post
 from nbdist.rpc.named import NamedObject, NamedObjects
 from nbdist.rpc.options import RpcBackendOptions, time_limit
 from nbdist.rpc.pool import Job, Pool
@@ -71,34 +71,8 @@ from nbdist.rpc.shared_tensors import Sharing
 from nbdist.rpc.thread_switching import switching
 from nbdist.rpc.world.handshake import Handshake
 from nbdist.rpc.world.shutdown import Shutdown
-from nbdist.wire.messages import (
-    NOT_A_MESSAGE,
-    AskShutdown,
-    Call,
-    Carrier,
-    Cast,
-    ChildAccept,
-    Envelope,
-    ForkConfirm,
-    ForkRequest,
-    GiveBack,
-    Goodbye,
-    Hello,
-    Nothing,
-    Ping,
-    Pong,
-    Ready,
-    Record,
-    Refused,
-    Reply,
-    RRefState,
-    ShutdownState,
-    Silence,
-    Stop,
-    UserDelete,
-    Welcome,
-    decode,
-)
+from nbdist.wire import messages
+from nbdist.wire.messages import Call, Cast, Envelope, Goodbye, Hello, Ping, Pong, Record, Refused, Silence, Stop
 from nbdist.wire.peer import PeerLimits, Standing
 
 Handler = Callable[[Any, int, list[bytes]], Job | None]
@@ -110,6 +84,14 @@ _log = logging.getLogger("nbdist.rpc")
 def _drop(listeners: list[Any], listener: Any) -> None:
     with contextlib.suppress(ValueError):  # removed before
         listeners.remove(listener)
+
+
+def _tell(listeners: Sequence[Callable[..., object]], event: str, record: Record, *details: str) -> None:
+    for listener in list(listeners):
+        try:
+            listener(record, *details)
+        except Exception:  # a listener of a layer above, whatever it raises: the others are still called
+            _log.exception("a listener to the %s of %s failed", event, record.name)
 
 
 def active_agent() -> Agent | None:
@@ -235,9 +217,16 @@ class Agent:
         """This agent as its `RRef` objects see it."""
         self.references.refer = partial(refer, self.home)  # set now, since `Home` needs the references
         self.find, self.timeout_of = self.caller.find, self.sender.timeout_of
+        self.read_as_guest: Callable[[Latch], None] | None = None
+        """Lets a thread that waits for an answer read messages itself; None if only threads of the pool may read.
+
+        It takes the latch on which the thread waits, and reads until the latch is settled. It may return earlier; then
+        the thread sleeps on the latch.
+        """
         # A channel that lets only one thread read at a time has no place for a guest.
         if channel.readers > 1:
-            self.caller.read_as_guest = WaitingReader(channel, self.links, self._read_as_guest, self.submit).read
+            guest = WaitingReader(channel, self.links, self._read_as_guest, self.submit)
+            self.read_as_guest = self.caller.read_as_guest = guest.read
             self.caller.expect, self.sender.expect_no_more = channel.expect, channel.expect_no_more
         self.stopping = self.executor.stopping = Stopping(
             me,
@@ -262,26 +251,26 @@ class Agent:
         )
         self._on_lost += [self.handshake.on_lost, self.ending.on_lost]
         self._handlers: dict[type, Handler] = {
-            Nothing: lambda *_: None,  # an acknowledgement: the envelope has said it all
-            Hello: self.handshake.on_hello,
-            Welcome: self.handshake.on_welcome,
-            Ready: self.handshake.on_ready,
-            Goodbye: self._on_goodbye,
-            Ping: self._on_ping,
-            Pong: self.links.on_pong,
-            Call: self.executor.on_call,
-            Reply: self.outcomes.on_reply,
-            Stop: self._on_stop,
-            ForkRequest: self.references.on_fork_request,
-            ForkConfirm: self.references.on_fork_confirm,
-            ChildAccept: self.references.on_child_accept,
-            UserDelete: self.references.on_user_delete,
-            RRefState: self.references.on_state,
-            GiveBack: self.sharing.on_give_back,
-            Cast: self._on_cast,
-            AskShutdown: self.ending.on_ask,
-            ShutdownState: self.ending.on_state,
-            Silence: self._on_silence,
+            messages.Nothing: lambda *_: None,  # an acknowledgement: the envelope has said it all
+            messages.Hello: self.handshake.on_hello,
+            messages.Welcome: self.handshake.on_welcome,
+            messages.Ready: self.handshake.on_ready,
+            messages.Goodbye: self._on_goodbye,
+            messages.Ping: self._on_ping,
+            messages.Pong: self.links.on_pong,
+            messages.Call: self.executor.on_call,
+            messages.Reply: self.outcomes.on_reply,
+            messages.Stop: self._on_stop,
+            messages.ForkRequest: self.references.on_fork_request,
+            messages.ForkConfirm: self.references.on_fork_confirm,
+            messages.ChildAccept: self.references.on_child_accept,
+            messages.UserDelete: self.references.on_user_delete,
+            messages.RRefState: self.references.on_state,
+            messages.GiveBack: self.sharing.on_give_back,
+            messages.Cast: self._on_cast,
+            messages.AskShutdown: self.ending.on_ask,
+            messages.ShutdownState: self.ending.on_state,
+            messages.Silence: self._on_silence,
         }
         _agents.add(self)
 
@@ -298,15 +287,6 @@ class Agent:
     @rpc_timeout.setter
     def rpc_timeout(self, seconds: float) -> None:
         self.sender.rpc_timeout = seconds
-
-    @property
-    def read_as_guest(self) -> Callable[[Latch], None] | None:
-        """Lets a thread that waits for an answer read messages itself; None if only threads of the pool may read.
-
-        It takes the latch on which the thread waits, and reads until the latch is settled. It may return earlier; then
-        the thread sleeps on the latch.
-        """
-        return self.caller.read_as_guest
 
     def know_cells(
         self,
@@ -359,11 +339,7 @@ class Agent:
         return partial(_drop, self._on_joined, listener)
 
     def _tell_joined(self, record: Record) -> None:
-        for listener in list(self._on_joined):
-            try:
-                listener(record)
-            except Exception:  # a listener of a layer above, whatever it raises: the others are still called
-                _log.exception("a listener to the arrival of %s failed", record.name)
+        _tell(self._on_joined, "arrival", record)
 
     def at_close(self, action: Callable[[], None]) -> Callable[[], None]:
         """Call ``action``, which must not raise, at the end of `close`; return a function that removes the action."""
@@ -448,8 +424,7 @@ class Agent:
         """Return shared memory to its owners if no other message has taken it back in time; free unused memory."""
         due, later = self.sharing.tend(now)
         for to, message in due:
-            with contextlib.suppress(NbdistError):  # an owner that is gone does not need them
-                self.post(to, message)
+            try_post(self.links, to, message)  # an owner that is gone does not need them
         self.links.note(later)
 
     def _run_due(self, now: float) -> None:
@@ -467,27 +442,24 @@ class Agent:
         """Tell others that a member is silent, so that each asks that member itself."""
         for other in others:
             if other != message.of:
-                with contextlib.suppress(NbdistError):  # it is gone, too
-                    self.links.post(other, message)
+                try_post(self.links, other, message)
 
     def _on_silence(self, message: Silence, sender: int, _: list[bytes]) -> None:
         """Ask a member that the sender does not hear for a sign of life; or lose a member that has lost this agent."""
         if message.of == self.me.incarnation:
             if message.lost_by:
-                self.lose(
-                    message.lost_by, f"has lost the connection to {self.me.name}, and has given {self.me.name} up"
-                )
+                me = self.me.name
+                self.lose(message.lost_by, f"has lost the connection to {me}, and has given {me} up")
         # An agent A that has lost B sends B nothing more, so B would wait for A until it times out. This agent hears
         # both: it passes A's news on to B, which then loses A.
         elif self.links.doubt(message.of, message.silent) and message.lost_by == sender:
-            with contextlib.suppress(NbdistError):
-                self.links.post(message.of, message)
+            try_post(self.links, message.of, message)
 
     def _take(self, frames: list[bytes]) -> Job | None:
         """Decode one message, call its handler, and return the handler's job. The caller holds `_turn`."""
         try:
-            envelope = decode(frames[0])
-        except NOT_A_MESSAGE as error:
+            envelope = messages.decode(frames[0])
+        except messages.NOT_A_MESSAGE as error:
             self.refused += 1
             _log.warning("%s dropped a damaged message, or one of another version (use one): %s", self.me.name, error)
             return None
@@ -521,7 +493,7 @@ class Agent:
             _log.warning("%s has no handler for %s", self.me.name, message.kind)
             return None
         # Map the tensors in shared memory. This counts as borrowing the memory even if the handler fails.
-        if isinstance(message, Carrier) and message.payload.places:
+        if isinstance(message, messages.Carrier) and message.payload.places:
             memory = self.sharing.begin(connection.record, message.payload.places)
             if memory is None:
                 return None  # the sender died, and its memory with it: this agent will notice that in a moment
@@ -555,10 +527,9 @@ class Agent:
                 self.lose(incarnation, how or f"died (process {pid} has ended)")
 
     def _on_ping(self, message: Ping, sender: int, _: list[bytes]) -> None:
+        pong = Pong(message.number, self.executor.doing(), message.is_large)
         with contextlib.suppress(NbdistError):
-            self.links.post(
-                sender, Pong(message.number, self.executor.doing(), message.is_large), is_large=message.is_large
-            )
+            self.links.post(sender, pong, is_large=message.is_large)
 
     def _on_stop(self, message: Stop, sender: int, frames: list[bytes]) -> None:
         # If this agent has refused the call for lack of a definition, its caller will not repeat it now: the value that
@@ -601,11 +572,7 @@ class Agent:
 
         if calls:
             self.submit(tell)  # callbacks of these calls may run any code, so not under `_turn`
-        for listener in list(self._on_lost):
-            try:
-                listener(record, why)
-            except Exception:  # a listener of a layer above, whatever it raises: the others are still called
-                _log.exception("a listener to the loss of %s failed", record.name)
+        _tell(self._on_lost, "loss", record, why)
         # In a large world, a neighbour may have missed the member's goodbye and not watch the member. Make it ask.
         self._tell_of_silence(Silence(incarnation, 0.0, self.me.incarnation), self.links.neighbours())
 

@@ -109,6 +109,12 @@ class Connection:
                 link.close(at_once=True)
 
 
+def try_post(links: Links, to: int, message: Message) -> None:
+    """Send a message as `Links.post` does; if the receiver is gone, drop it."""
+    with contextlib.suppress(NbdistError):
+        links.post(to, message)
+
+
 @dataclass(eq=False, repr=False)
 class Links:
     """The connections of one agent, by the other agent's incarnation. One of them leads to the agent itself.

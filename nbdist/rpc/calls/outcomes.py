@@ -6,7 +6,6 @@ the answer, the time limit, the loss of the callee, or the user's Ctrl-C.
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ from nbdist.rpc.core.pending import Pending, PendingCalls
 from nbdist.rpc.failures import rebuild
 from nbdist.rpc.futures import without_first_frame
 from nbdist.rpc.latch import Latch
-from nbdist.rpc.links import Links
+from nbdist.rpc.links import Links, try_post
 from nbdist.rpc.pool import Job
 from nbdist.rpc.promise import Promise
 from nbdist.rpc.recording import Attach, Replied
@@ -227,8 +226,7 @@ class Outcomes:
 
     def _abandon(self, callee: int, id: int) -> None:
         """Tell a callee that a call which it refused will not be repeated: other calls may wait there for its value."""
-        with contextlib.suppress(NbdistError):  # if the callee is gone, nothing waits there
-            self._links.post(callee, Stop(id))
+        try_post(self._links, callee, Stop(id))  # if the callee is gone, nothing waits there
 
     def lost(self, call: Pending, why: str, others: int) -> None:
         """End a call whose callee is lost, unless it has ended; ``others`` is how many other calls the callee had."""

@@ -18,7 +18,6 @@ A thread inside C code does not see a KeyboardInterrupt before it returns to Pyt
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import threading
 import time
@@ -32,7 +31,7 @@ from nbdist.rpc.calls.executor import Request
 from nbdist.rpc.core.exchange import Exchange
 from nbdist.rpc.core.pending import Pending
 from nbdist.rpc.here import here
-from nbdist.rpc.links import Links
+from nbdist.rpc.links import Links, try_post
 from nbdist.rpc.pool import Job
 from nbdist.thread_frames import lines_of, thread_frames
 from nbdist.wire.messages import Record, Stop
@@ -199,8 +198,7 @@ class Stopping:
     def stop(self, calls: Sequence[Pending]) -> None:
         """Tell the callees of these calls to stop them. Does not wait until they have."""
         for call in calls:
-            with contextlib.suppress(NbdistError):  # the callee is gone
-                self._links.post(call.to, Stop(call.id))
+            try_post(self._links, call.to, Stop(call.id))
 
     def on_interrupt(self, outcomes: Sequence[object], error: BaseException) -> None:
         """Stop the calls for whose outcomes this thread waited when Ctrl-C came.

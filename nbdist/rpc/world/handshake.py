@@ -28,7 +28,7 @@ from nbdist.channel.contract import ChannelError, TooManyFiles
 from nbdist.channel.process_watch import is_alive
 from nbdist.errors import NbdistError, NotUnique, RendezvousError, VersionMismatch, WorkerLost
 from nbdist.rpc.core.members import Membership
-from nbdist.rpc.links import Links
+from nbdist.rpc.links import Links, try_post
 from nbdist.rpc.shared_tensors import Sharing
 from nbdist.rpc.waits import blocking_wait
 from nbdist.wire.messages import VERSION, Hello, Ready, Record, Refused, Welcome
@@ -164,19 +164,15 @@ class Handshake:
                 for record in others:
                     if record.incarnation not in self._welcomed or record.incarnation not in self._ready:
                         reads = self._sharing.can_read(record)
-                        self._greet(record.incarnation, Hello(self._me, reads))
+                        try_post(self._links, record.incarnation, Hello(self._me, reads))  # the next turn repeats it
                         if self._complete:
-                            self._greet(record.incarnation, Ready())
+                            try_post(self._links, record.incarnation, Ready())
                 with self._changed:
                     if not done() and self._error is None:
                         self._changed.wait(_GREET_EVERY)
         if not self.is_dynamic:
             for record in others:
-                self._greet(record.incarnation, Ready())
-
-    def _greet(self, to: int, message: Hello | Welcome | Ready) -> None:
-        with contextlib.suppress(NbdistError):  # `_greet_until` sends it again
-            self._links.post(to, message)
+                try_post(self._links, record.incarnation, Ready())
 
     # -- receiving ----------------------------------------------------------------------------
 
@@ -217,12 +213,12 @@ class Handshake:
         self._meet(sender, message.reads)
         self._welcome(sender)
         if self._complete:
-            self._greet(sender, Ready())
+            try_post(self._links, sender, Ready())
 
     def _welcome(self, sender: int) -> None:
         record = self._links.connected(sender)
         if record is not None:  # else the sender was lost meanwhile
-            self._greet(sender, Welcome(self._me, self._sharing.can_read(record)))
+            try_post(self._links, sender, Welcome(self._me, self._sharing.can_read(record)))
 
     def _meet(self, sender: int, reads: bool) -> Record | None:
         """Note whether a member can read this agent's arena; return the member's record, None if it was lost."""

@@ -25,7 +25,7 @@ from typing import Any
 from nbdist.errors import NbdistError, RendezvousError, WorkerLost
 from nbdist.rpc.core.exchange import Exchange
 from nbdist.rpc.core.members import Membership
-from nbdist.rpc.links import Links
+from nbdist.rpc.links import Links, try_post
 from nbdist.rpc.references.reference_table import References
 from nbdist.rpc.world.survey import CLOSING, DRAINING, RELEASING, RUNNING, Survey
 from nbdist.wire.messages import AskShutdown, Record, ShutdownState
@@ -133,7 +133,8 @@ class Shutdown:
             self._references.is_ending = True
         self.completed = True
         if not self._is_leader():
-            self._tell_leader(self._leader())
+            # Without a question, as an answer to the look 0, which does not exist.
+            try_post(self._links, self._leader().incarnation, self._state(0))
         else:
             self._tell_the_end(min(deadline, time.monotonic() + 1.0))
         if self._lost:
@@ -247,8 +248,7 @@ class Shutdown:
             if not waiting:
                 return
             for member in waiting:
-                with contextlib.suppress(NbdistError):
-                    self._links.post(member, AskShutdown(CLOSING, True, ("", ""), self._look))
+                try_post(self._links, member, AskShutdown(CLOSING, True, ("", ""), self._look))
             with self._changed:
                 self._changed.wait(0.02)
 
@@ -265,11 +265,6 @@ class Shutdown:
             sent, outstanding = self._links.traffic()  # last, to count the answer of a call that has ended meanwhile
             return ShutdownState(self._reached, sent, active + outstanding, look)
 
-    def _tell_leader(self, leader: Record) -> None:
-        """Send the leader this member's state without a question, as an answer to the look 0, which does not exist."""
-        with contextlib.suppress(NbdistError):
-            self._links.post(leader.incarnation, self._state(0))
-
     def on_ask(self, message: AskShutdown, sender: int, _: list[bytes]) -> None:
         """Answer the leader, which asks what this member has under way."""
         with self._changed:
@@ -277,8 +272,7 @@ class Shutdown:
             if self._reached >= DRAINING:  # else the answer says that this member still runs
                 self._wanted = max(self._wanted, message.round)
                 self._changed.notify_all()
-        with contextlib.suppress(NbdistError):
-            self._links.post(sender, self._state(message.look))
+        try_post(self._links, sender, self._state(message.look))
 
     def on_state(self, message: ShutdownState, sender: int, _: list[bytes]) -> None:
         """Store a member's answer to the leader, unless it answers an earlier look."""
