@@ -13,7 +13,7 @@ from nbdist.rpc.waits import call_interrupt_hook, this_wait
 class Latch:
     """The outcome of a call for which one thread waits once. It costs less than a `Future`."""
 
-    __slots__ = ("_error", "_lock", "_outcome", "_setting", "is_settled", "on_interrupt", "on_send", "on_settle")
+    __slots__ = ("_lock", "_outcome", "_setting", "error", "is_settled", "on_interrupt", "on_send", "on_settle")
 
     def __init__(self, on_send: Callable[[], None] | None = None) -> None:
         self._lock = threading.Lock()
@@ -26,19 +26,15 @@ class Latch:
         self.on_send = on_send
         self.on_interrupt: Callable[[], object] | None = None  # called first when Ctrl-C ends the wait
         self._outcome: Any = None
-        self._error: BaseException | None = None
-
-    @property
-    def error(self) -> BaseException | None:
+        self.error: BaseException | None = None
         """The error with which the call failed; None if it has not failed (yet), and once `wait` has raised it."""
-        return self._error
 
     def try_settle(self, outcome: Any, error: BaseException | None) -> bool:
         """Set the outcome or the error and wake the waiting thread; return False if the latch was settled before."""
         with self._setting:
             if self.is_settled:
                 return False
-            self._outcome, self._error = outcome, error
+            self._outcome, self.error = outcome, error
             self.is_settled = True
         self._lock.release()
         on_settle = self.on_settle
@@ -78,7 +74,7 @@ class Latch:
                 raise
             if not in_time:
                 raise RpcTimeout(f"waited {timeout:g} s for an answer")
-            failed, self._error = self._error, None
+            failed, self.error = self.error, None
             if failed is not None:
                 raise failed
             return self._outcome

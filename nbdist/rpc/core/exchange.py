@@ -219,21 +219,17 @@ class Exchange:
         values that the lost agent was to create here.
         """
         instructions = self.forks.on_lost(agent)
-        for key in [key for key in self._refused if key[0] == agent]:
-            del self._refused[key]
+        self._refused = {key: result for key, result in self._refused.items() if key[0] != agent}
         waiting = [arrival for arrival in self._arrivals.copy().values() if arrival.stage is not ArrivalStage.READY]
         # The loss may have ended any wait, so every waiting call is looked at again.
         self._by_fork.clear()
         self._by_target.clear()
-        going_on: list[Arrival] = []
         for arrival in waiting:
             pending = [fork for fork in arrival.unconfirmed if self.forks.standing(fork) is ForkStanding.PENDING]
             arrival.unconfirmed = frozenset(pending if arrival.sender != agent else ())
             for fork in arrival.unconfirmed:
                 self._by_fork.setdefault(fork, []).append(arrival)
-            if self._advance(arrival):
-                going_on.append(arrival)
-        return instructions, going_on
+        return instructions, [arrival for arrival in waiting if self._advance(arrival)]
 
     def clear(self) -> None:
         """Forget all calls that wait, and all refused ones: the agent has ended, so they never run."""

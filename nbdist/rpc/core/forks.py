@@ -206,11 +206,8 @@ class Forks:
 
     def state(self, rref: GlobalId, fork: GlobalId | None) -> State | None:
         """Return the description of a value; None if this agent does not know it. ``fork`` is None on the owner."""
-        if fork is None:
-            owned = self.owned.get(rref)
-            return owned.state if owned is not None else None
-        user = self.users.get(fork)
-        return user.state if user is not None else None
+        entry: _Owned | _User | None = self.owned.get(rref) if fork is None else self.users.get(fork)
+        return entry.state if entry is not None else None
 
     def held(self) -> list[GlobalId]:
         """List the forks that objects here still refer to."""
@@ -240,11 +237,9 @@ class Forks:
 
     def uncreate(self, rref: GlobalId, fork: GlobalId) -> list[Instruction]:
         """Undo `create`: the call lacks a definition of its caller's ``__main__``, and may be repeated."""
-        owned = self.owned[rref]
-        owned.handles -= 1
-        owned.created = False
-        owned.forks.pop(fork, None)
-        return self._drop_if_free(rref, owned)
+        self.owned[rref].created = False
+        self.owned[rref].forks.pop(fork, None)
+        return self.release_owned(rref)
 
     def abandon(self, rref: GlobalId, fork: GlobalId) -> None:
         """Record that the call which was to make ``rref`` will not be repeated: the value will never exist."""
@@ -433,18 +428,14 @@ class Forks:
         if handed.owner == self._me:
             self.retain(handed.rref)
             return []
+        user = self.users[handed.fork] = _User(handed.rref, handed.owner, handed.parent, state=handed.state)
         if handed.owner in self._lost:
-            self.users[handed.fork] = _User(
-                handed.rref, handed.owner, handed.parent, ForkStanding.DEAD, state=handed.state
-            )
+            user.standing = ForkStanding.DEAD
             return [Send(handed.parent, ChildAccept(handed.fork))]  # the parent need not wait for this fork
         # The owner counted this fork before it sent it.
         if handed.parent == handed.owner:
-            self.users[handed.fork] = _User(
-                handed.rref, handed.owner, handed.parent, ForkStanding.CONFIRMED, state=handed.state
-            )
+            user.standing = ForkStanding.CONFIRMED
             return []
-        self.users[handed.fork] = _User(handed.rref, handed.owner, handed.parent, state=handed.state)
         return [Send(handed.owner, ForkRequest(handed.rref, handed.fork))]
 
     # -- losing members -----------------------------------------------------------------------
@@ -463,9 +454,7 @@ class Forks:
             if gone:
                 instructions += self._drop_if_free(rref, owned)
         # Its early deletes, and the children that it was to accept.
-        for fork, holder in list(self.early.items()):
-            if holder == incarnation:
-                del self.early[fork]
+        self.early = {fork: holder for fork, holder in self.early.items() if holder != incarnation}
         for child, (_, holder) in list(self._children.items()):
             if holder == incarnation:
                 instructions += self._end_child(child)

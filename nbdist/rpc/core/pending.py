@@ -149,14 +149,12 @@ class PendingCalls:
     def thaw(self, who: int, now: float) -> None:
         """Restart the clocks that ``who`` wanted stopped, unless another agent still wants that."""
         with self._lock:
-            if who not in self.frozen_by:
-                return
+            is_last = self.frozen_by == {who}
             self.frozen_by.discard(who)
-            if self.frozen_by:
-                return
-            for call in self.all():
-                call.spared += now - max(call.started, self._frozen_at)  # a call made meanwhile has its whole time now
-            self._sort()
+            if is_last:
+                for call in self.all():  # a call made meanwhile has its whole time now
+                    call.spared += now - max(call.started, self._frozen_at)
+                self._sort()
 
     def due(self, now: float) -> tuple[list[Pending], list[Pending]]:
         """Return the calls that have used half of their time, and those that have timed out, which leave the table."""
