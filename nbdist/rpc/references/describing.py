@@ -42,14 +42,16 @@ def describe_value(value: Any) -> State:
     module, qualname = inert.module_of(cls), inert.qualname_of(cls)
     nbytes: int | None
     if issubclass(cls, torch.nn.Module):
-        nbytes = sum(_nbytes_of(parameter) for parameter in inert.parameters_of(value))
+        with no_torch_function():
+            nbytes = sum(inert.tensor_fact(parameter, "nbytes") for parameter in inert.parameters_of(value))
     else:
         nbytes = inert.nbytes_of(value)
     return State(module, qualname, nbytes=nbytes, names=inert.public_names(cls) if module == "__main__" else None)
 
 
 @cache
-def _dtype_name(dtype: torch.dtype) -> str:
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return the name of a dtype, such as "float32"."""
     return str(dtype).removeprefix("torch.")
 
 
@@ -65,7 +67,7 @@ def _describe_tensor(value: torch.Tensor, fact: Callable[[torch.Tensor, str], An
             module,
             qualname,
             shape=list(fact(value, "shape")),
-            dtype=_dtype_name(fact(value, "dtype")),
+            dtype=dtype_name(fact(value, "dtype")),
             device="cpu" if fact(value, "is_cpu") else str(fact(value, "device")),
             requires_grad=fact(value, "requires_grad"),
             grad_fn=type(function).__name__ if function is not None else None,
@@ -73,9 +75,3 @@ def _describe_tensor(value: torch.Tensor, fact: Callable[[torch.Tensor, str], An
         )
     except RuntimeError:  # from a kind of tensor that has no shape, such as a nested one
         return State(module, qualname)
-
-
-def _nbytes_of(tensor: torch.Tensor) -> int:
-    with no_torch_function():
-        nbytes: int = inert.tensor_fact(tensor, "nbytes")
-        return nbytes

@@ -27,9 +27,11 @@ from typing import Any
 import torch
 
 _mro: Callable[[type], tuple[type, ...]] = type.__dict__["__mro__"].__get__
-_qualname: Callable[[type], str] = type.__dict__["__qualname__"].__get__
 _module: Callable[[type], Any] = type.__dict__["__module__"].__get__
-_class_dict: Callable[[type], MappingProxyType[str, Any]] = type.__dict__["__dict__"].__get__
+dict_of_class: Callable[[type], MappingProxyType[str, Any]] = type.__dict__["__dict__"].__get__
+"""Returns the attributes that a class itself defines."""
+qualname_of: Callable[[type], str] = type.__dict__["__qualname__"].__get__
+"""Returns the qualified name that Python gave a class."""
 _flags: Callable[[type], int] = type.__dict__["__flags__"].__get__
 _fields: Callable[[torch.nn.Module], dict[str, Any]] = torch.nn.Module.__dict__["__dict__"].__get__
 
@@ -37,16 +39,6 @@ _fields: Callable[[torch.nn.Module], dict[str, Any]] = torch.nn.Module.__dict__[
 def is_a(value: object, *kinds: type) -> bool:
     """Return whether the type of a value is one of these classes or a subclass. Abstract base classes do not count."""
     return issubclass(type(value), kinds)
-
-
-def mro(cls: type) -> tuple[type, ...]:
-    """Return a class and its base classes, the nearest first."""
-    return _mro(cls)
-
-
-def qualname_of(cls: type) -> str:
-    """Return the qualified name that Python gave a class."""
-    return _qualname(cls)
 
 
 def module_of(cls: type) -> str:
@@ -58,14 +50,9 @@ def module_of(cls: type) -> str:
     return name if type(name) is str else ""
 
 
-def dict_of_class(cls: type) -> MappingProxyType[str, Any]:
-    """Return the attributes that a class itself defines."""
-    return _class_dict(cls)
-
-
 def public_names(cls: type) -> list[str]:
     """Return the sorted names, without a leading underscore, that a class and its base classes define."""
-    names = {name for each in _mro(cls) for name in _class_dict(each) if type(name) is str}
+    names = {name for each in _mro(cls) for name in dict_of_class(each) if type(name) is str}
     return sorted(name for name in names if not name.startswith("_"))
 
 
@@ -81,7 +68,7 @@ def sizer_of(cls: type) -> Callable[[Any], int]:
     """Return the function that measures instances of a class: the `__sizeof__` of its nearest base class in C."""
     for each in _mro(cls):
         if id(each) in _C_CLASSES or not _flags(each) & _HEAP_TYPE:
-            sizer = _class_dict(each).get("__sizeof__")
+            sizer = dict_of_class(each).get("__sizeof__")
             if type(sizer) is MethodDescriptorType:
                 return sizer
     return object.__sizeof__
@@ -127,7 +114,7 @@ def user_dispatches(cls: type) -> bool:
     for each in _mro(cls):
         if each is torch.Tensor:
             return False
-        if "__torch_dispatch__" in _class_dict(each) and module_of(each).partition(".")[0] != "torch":
+        if "__torch_dispatch__" in dict_of_class(each) and module_of(each).partition(".")[0] != "torch":
             return True
     return False
 

@@ -13,6 +13,7 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from nbdist.columns import aligned
+from nbdist.rpc.references.describing import dtype_name
 
 _BINS = 24  # the bars of a histogram
 _FIRST_ELEMENTS = 8  # the number of a tensor's first elements that are shown
@@ -128,8 +129,9 @@ _short.maxstring = _short.maxother = _short.maxlong = _REPR_LENGTH
 
 def _numbers(tensor: torch.Tensor) -> Numbers:
     """Return the numbers that describe a tensor: range, mean, norm, counts of NaN and infinity, histogram."""
-    shape = list(tensor.shape) if not tensor.is_nested else []
-    about = shape, _name_of(tensor.dtype), str(tensor.device)
+    # A lazy parameter has no shape yet.
+    shape = [] if is_lazy(tensor) or tensor.is_nested else list(tensor.shape)
+    about = shape, dtype_name(tensor.dtype), str(tensor.device)
     try:
         with torch.no_grad():
             return _summary(about, _values(tensor))
@@ -193,20 +195,8 @@ def _values(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _parameter(name: str, parameter: torch.Tensor) -> Parameter:
-    found = _numbers(parameter) if not is_lazy(parameter) else None  # a lazy parameter has no shape yet
-    return Parameter(
-        name,
-        list(parameter.shape) if found is not None else [],
-        _name_of(parameter.dtype),
-        str(parameter.device),
-        parameter.requires_grad,
-        found.norm if found is not None else None,
-        found.nans if found is not None else 0,
-    )
-
-
-def _name_of(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+    found = _numbers(parameter)
+    return Parameter(name, found.shape, found.dtype, found.device, parameter.requires_grad, found.norm, found.nans)
 
 
 def _text(value: Any) -> str:

@@ -170,9 +170,7 @@ class RRef(Generic[T]):
 
         Raises the errors of `check_alive`: RRefError or WorkerLost.
         """
-        hold = self.hold
-        if hold is None:
-            raise RRefError(f"{self!r} cannot be used: release() was called on it. Create the value again")
+        hold = self.hold  # first, because another thread may release this reference
         self.check_alive()
         return hold
 
@@ -444,8 +442,7 @@ class RRef(Generic[T]):
         self.check_alive()
         if self.fork_id is None:
             return _look(self, timeout)
-        found: Peek = self._home.calls.sync(self.owner(), _look, (self, timeout), None, timeout)
-        return found
+        return cast(Peek, self._home.calls.sync(self.owner(), _look, (self, timeout), None, timeout))
 
     def release(self) -> None:
         """Give up this reference now, as if Python had collected it. A second call does nothing.
