@@ -19,6 +19,7 @@ import contextlib
 import os
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,7 @@ from nbdist.rpc.core.members import WorkerInfo
 from nbdist.rpc.options import RpcBackendOptions, time_limit
 from nbdist.rpc.thread_switching import switching
 from nbdist.rpc.world import meeting, tcp_store
-from nbdist.rpc.world.roster import Roster, Store
+from nbdist.rpc.world.roster import Roster
 from nbdist.wire.messages import Record
 
 _LONGEST_FORMING = 24 * 3600.0  # seconds for a world to form if the options set no time limit
@@ -75,8 +76,7 @@ def start_agent(
     timeout = time_limit(options.rpc_timeout) or _LONGEST_FORMING
     deadline = time.monotonic() + timeout
     WorkerInfo(name, 0)  # raises UsageError for a bad name
-    has_meeting = store is None and present is None
-    place = meeting.parse(options.init_method, rank, world_size) if has_meeting else None
+    place = meeting.parse(options.init_method, rank, world_size) if store is None and present is None else None
     rank = place.rank if place is not None else rank
     for what, number in (("world_size", world_size or 0), ("rank", rank)):
         if number > _LARGEST_NUMBER:
@@ -134,7 +134,8 @@ def start_agent(
                 raise RendezvousError(f"no answer from {names}: see whether its host can be reached from here")
             undo.pop_all()
             return agent
-        roster = Roster(lambda: _open(place, store, timeout, secret), secret, me.host)
+        open_store = partial(place.open, timeout, secret) if place is not None else partial(meeting.prefixed, store)
+        roster = Roster(open_store, secret, me.host)
         undo.callback(tcp_store.end_server)  # the next try needs a new store: the contents may have caused the failure
         undo.callback(roster.close)
         undo.callback(roster.leave, me)
@@ -165,10 +166,6 @@ def _uses_gpus(options: RpcBackendOptions, device: str) -> bool:
     """Return whether an agent shares memory of GPUs, which starts CUDA in its process: it has a GPU, or names one."""
     named = {*options.devices, *(ours for device_map in options.device_maps.values() for ours in device_map)}
     return device.startswith("cuda") or any(each.type == "cuda" for each in named)
-
-
-def _open(place: meeting.Meeting | None, store: Any, timeout: float, secret: Secret) -> Store:
-    return place.open(timeout, secret) if place is not None else meeting.prefixed(store)
 
 
 def _leave(agent: Agent, roster: Roster, place: meeting.Meeting | None) -> None:

@@ -156,10 +156,21 @@ def settle(meeting: Meeting, shared: bool, host: str | None) -> None:
 
     Raises SecurityError, whose text names the settings that are missing.
     """
-    _require_shared_secret(meeting, shared, host)
-    if meeting.scheme != "tcp" or meeting.is_torchruns or meeting.is_off_host():
+    store_is_off_host = meeting.is_off_host()
+    off_host = host is not None and not tcp_store.is_loopback(host)  # members on other hosts may join this one
+    if (store_is_off_host or off_host) and not shared:
+        raise SecurityError(
+            "members on several hosts need a secret that all of them share. Put the same random text (at least 16 "
+            "characters) in a file on each host, readable by you alone, and set NBDIST_SECRET_FILE to its path; or "
+            "pass RpcBackendOptions(secret=...). And give each host's address with NBDIST_HOST or host=..."
+        )
+    if store_is_off_host and host is None:
+        raise SecurityError(
+            f"the members meet at {meeting.place}, which is another machine, but this one listens on loopback only: "
+            "set NBDIST_HOST, or pass RpcBackendOptions(host=...), to the address where the others reach it"
+        )
+    if meeting.scheme != "tcp" or meeting.is_torchruns or store_is_off_host:
         return
-    off_host = host is not None and not tcp_store.is_loopback(host)
     if meeting.place in _EVERY_INTERFACE:
         meeting.place = host if off_host and host is not None else "127.0.0.1"
     elif tcp_store.is_loopback(meeting.place):
@@ -170,20 +181,4 @@ def settle(meeting: Meeting, shared: bool, host: str | None) -> None:
             f"the members meet at {meeting.place}, which other machines reach, and anybody could write to the store "
             "there. On one machine, meet at 127.0.0.1 (MASTER_ADDR). Between machines, give all members a secret "
             "(NBDIST_SECRET_FILE, or RpcBackendOptions(secret=...))"
-        )
-
-
-def _require_shared_secret(meeting: Meeting, shared: bool, host: str | None) -> None:
-    """Raise SecurityError if members on several hosts share no secret, or if other hosts cannot reach this member."""
-    off_host = meeting.is_off_host() or (host is not None and not tcp_store.is_loopback(host))
-    if off_host and not shared:
-        raise SecurityError(
-            "members on several hosts need a secret that all of them share. Put the same random text (at least 16 "
-            "characters) in a file on each host, readable by you alone, and set NBDIST_SECRET_FILE to its path; or "
-            "pass RpcBackendOptions(secret=...). And give each host's address with NBDIST_HOST or host=..."
-        )
-    if meeting.is_off_host() and host is None:
-        raise SecurityError(
-            f"the members meet at {meeting.place}, which is another machine, but this one listens on loopback only: "
-            "set NBDIST_HOST, or pass RpcBackendOptions(host=...), to the address where the others reach it"
         )

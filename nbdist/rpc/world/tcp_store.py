@@ -11,6 +11,7 @@ first, torch's own server listens on every interface.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import errno
 import ipaddress
@@ -134,11 +135,8 @@ def _addresses(host: str, port: int = 0) -> list[tuple[int, Any]]:
 def is_own(host: str) -> bool:
     """Return whether a host name belongs to this machine: only then can a socket be bound to its address."""
     for family, address in _addresses(host):
-        with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            try:
-                probe.bind(address)
-            except OSError:
-                continue
+        with socket.socket(family, socket.SOCK_DGRAM) as probe, contextlib.suppress(OSError):
+            probe.bind(address)
             return True
     return False
 
@@ -171,8 +169,7 @@ def is_served(host: str, port: int) -> bool:
     """Return whether anything listens at an address."""
     # torch's client prints a C++ backtrace when it writes to a store that is gone, so a member that leaves asks this
     # first (test_a_member_that_outlives_the_store_prints_no_backtrace).
-    try:
+    with contextlib.suppress(OSError):
         socket.create_connection((host, port), timeout=_PROBE_TIMEOUT).close()
-    except OSError:
-        return False
-    return True
+        return True
+    return False
