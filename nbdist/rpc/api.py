@@ -40,16 +40,10 @@ class _Process:
         self.agent: Agent | None = None
         self.lock = threading.Lock()  # held while the agent starts, and while it is forgotten
 
-    def forget(self, agent: Agent) -> None:
-        with self.lock:
-            if self.agent is agent:
-                self.agent = None
-
     def close(self) -> None:
-        agent = self.agent
-        if agent is not None and not agent.closed:
+        if self.agent is not None:
             with contextlib.suppress(Exception):  # the process is ending anyway
-                agent.close("has exited without shutdown")
+                self.agent.close("has exited without shutdown")
 
     def after_fork(self) -> None:
         self.agent = None  # its sockets and threads stay with the parent
@@ -230,23 +224,22 @@ def shutdown(graceful: bool = True, timeout: float = 0) -> None:
     """
     timeout = durations.limit(timeout)
     agent = current_agent()
-    if agent.hosted:
-        if graceful:
-            agent.ending.drain(timeout)
-        return
+    ending = agent.ending
+    wait = ending.drain if agent.hosted or agent.me.world_size is None else ending.end
     try:
-        if graceful and agent.me.world_size is not None:
-            agent.ending.end(timeout)
-        elif graceful:
-            agent.ending.drain(timeout)
+        if graceful:
+            wait(timeout)
     finally:
-        finish(agent)
+        if not agent.hosted:
+            finish(agent)
 
 
 def finish(agent: Agent) -> None:
     """End an agent at once: its pending calls fail. Forget it if it is the agent of this process."""
     agent.close("has shut down")
-    _process.forget(agent)
+    with _process.lock:
+        if _process.agent is agent:
+            _process.agent = None
 
 
 # -- calls --------------------------------------------------------------------------------------
