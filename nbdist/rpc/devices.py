@@ -25,9 +25,9 @@ def for_result(me: Record, caller: Record | None) -> Devices:
     """
     if caller is None:
         return CPU_ONLY
-    back = caller.device_maps.get(me.name)  # the caller's own map, read backwards
-    mapped = {theirs: ours for ours, theirs in back.items()} if back else {}
-    return Devices(caller.name, mapped, _own(me, caller), results=True)
+    # The caller's own map, read backwards.
+    back = {theirs: ours for ours, theirs in caller.device_maps.get(me.name, {}).items()}
+    return Devices(caller.name, back, _own(me, caller), results=True)
 
 
 def for_gradients(me: Record, to: Record | None) -> Devices:
@@ -79,21 +79,18 @@ def check(members: Sequence[Record]) -> None:
 
 def _check_side(member: Record, side: str, devices: Sequence[str], where: str, owner: Record) -> None:
     """Raise UsageError unless ``owner`` has all of these ``devices``, which a map of ``member`` names."""
-    if owner.devices:
-        unexpected = [device for device in devices if device not in owner.devices]
-        if unexpected:
-            raise UsageError(
-                f"Node {member.name} has unexpected {side} devices {where}: {', '.join(unexpected)}; the devices of "
-                f"{owner.name} are, by its options, {', '.join(owner.devices)}"
-            )
-        return
-    _require(owner, devices, f"Node {member.name} has {side} devices with invalid indices {where}")
+    if not owner.devices:
+        _require(owner, devices, f"Node {member.name} has {side} devices with invalid indices {where}")
+    elif unexpected := [device for device in devices if device not in owner.devices]:
+        raise UsageError(
+            f"Node {member.name} has unexpected {side} devices {where}: {', '.join(unexpected)}; the devices of "
+            f"{owner.name} are, by its options, {', '.join(owner.devices)}"
+        )
 
 
 def _require(owner: Record, devices: Sequence[str], text: str) -> None:
     """Raise UsageError, which begins with ``text``, unless each device is the CPU or one of the owner's GPUs."""
-    wrong = [device for device in devices if not _exists(device, owner.gpus)]
-    if wrong:
+    if wrong := [device for device in devices if not _exists(device, owner.gpus)]:
         have = "no GPU" if not owner.gpus else f"{owner.gpus} GPU{'s' if owner.gpus > 1 else ''}, numbered from 0"
         raise UsageError(f"{text}: {', '.join(wrong)}; {owner.name} has {have}")
 

@@ -59,10 +59,7 @@ class Sharing:
         self._arena = arena
         self._gpus = gpus
         # All arenas of this agent, on the CPU and on GPUs. Each ignores blocks of other arenas.
-        self._arenas: list[Arena] = [
-            *([arena] if arena is not None else []),
-            *(gpus.arenas if gpus is not None else []),
-        ]
+        self._arenas = [each for each in (arena, *(gpus.arenas if gpus is not None else ())) if each is not None]
         self._reads = reads  # True if this agent may read the memory of others at all
         self._leases = Leases(gpus)
         self.spaces: dict[int, ArenaSpace] = {}
@@ -114,9 +111,7 @@ class Sharing:
         DecodeError.
         """
         memory = self._leases.begin(owner, places, time.monotonic())
-        if not all(memory) and not is_alive(owner.pid, owner.started):  # an `Unreadable` is false
-            return None
-        return memory
+        return memory if all(memory) or is_alive(owner.pid, owner.started) else None  # an `Unreadable` is false
 
     def tend(self, now: float) -> tuple[list[tuple[int, GiveBack]], float]:
         """Collect blocks that no tensor here refers to any more, and free memory that was not used lately.

@@ -46,10 +46,8 @@ class InterruptWatch:
         self._closed = False
         # Only the main thread can set the wakeup file.
         self._before = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
-        if signal.getsignal(_WAKE_SIGNAL) in (
-            signal.SIG_DFL,
-            signal.SIG_IGN,
-        ):  # else a user's handler: `_wake` sends none
+        # A user's handler stays: then `_wake` sends no signal.
+        if signal.getsignal(_WAKE_SIGNAL) in (signal.SIG_DFL, signal.SIG_IGN):
             signal.signal(_WAKE_SIGNAL, _do_nothing)
         self._thread = threading.Thread(target=self._run, name="nbdist-interrupts", daemon=True)
         self._thread.start()
