@@ -62,12 +62,6 @@ class Promise(Generic[T]):
             if self._settled:
                 return False
             self._settled = True
-        self._publish(outcome, error, submit)
-        return True
-
-    def _publish(
-        self, outcome: Any, error: BaseException | None, submit: Callable[[Callable[[], None]], None] | None
-    ) -> None:
         self._outcome, self._error = outcome, error  # first: whoever sees `_done` reads these without a lock
         if error is not None:
             self._origin = error.__traceback__
@@ -80,6 +74,7 @@ class Promise(Generic[T]):
             _call_all(callbacks, self)
         elif callbacks:
             submit(partial(_call_all, callbacks, self))
+        return True
 
     def _tell_torch(self, outcome: Any, error: BaseException | None) -> None:
         """Pass the outcome on to torch's part in C++, which only a `Future` has."""

@@ -23,7 +23,7 @@ from nbdist.rpc.references.reference_table import References
 from nbdist.torch_private import is_torch_future
 from nbdist.wire import codec
 from nbdist.wire.devices import CPU_ONLY
-from nbdist.wire.messages import Payload, Recording, Reply, State
+from nbdist.wire.messages import Payload, Reply
 from nbdist.wire.pickling import names
 from nbdist.wire.tensors import Slot
 
@@ -59,7 +59,7 @@ class Answers:
         if call.result is not None:
             # First reply, then publish the value: a call that gets the value then finds the reference confirmed.
             state = self._references.announce(call.result.rref, result, None)
-            self._reply(asked, True, Payload(), [], state)
+            self._reply(asked.sender, Reply(call.id, True, Payload(), state))
             self._references.fulfil(call.result.rref, result, None)
             self._finish(asked)
             return
@@ -69,7 +69,8 @@ class Answers:
         mapped = connection is not None and self._name in connection.record.device_maps
         usual = None if mapped else codec.encode_usual_result(result, self._spaces.get(asked.sender))
         if usual is not None:
-            self._reply(asked, True, *usual)
+            payload, frames = usual
+            self._reply(asked.sender, Reply(call.id, True, payload), frames)
             self._finish(asked)
             return
         forker = MessageForker(self._references, asked.sender)
@@ -88,9 +89,8 @@ class Answers:
         recording = None
         if encoded.recorded:
             recording = self._recorder.outgoing(asked.context, asked.sender, encoded.recorded, call.function)
-        self._reply(
-            asked, True, encoded.payload, encoded.frames, holds=forker, recording=recording, slots=encoded.slots
-        )
+        reply = Reply(call.id, True, encoded.payload, recording=recording)
+        self._reply(asked.sender, reply, encoded.frames, forker, encoded.slots)
         self._finish(asked)
 
     def give_later(self, asked: Asked, future: Any) -> None:
@@ -126,7 +126,7 @@ class Answers:
             state = self._references.announce(call.result.rref, None, error, failure)
         trace.emit("call.failed", agent=self._name, function=call.function, error=error, note=failure[2])
         encoded = codec.encode(failure, by_value=True)
-        self._reply(asked, False, encoded.payload, encoded.frames, state)
+        self._reply(asked.sender, Reply(call.id, False, encoded.payload, state), encoded.frames)
         if call.result is not None:
             # After the reply, as in `give`.
             self._references.fulfil(call.result.rref, None, error)
@@ -143,7 +143,7 @@ class Answers:
             return
         asked.value = None
         self._references.refuse(asked)
-        self._reply(asked, False, Payload(), [], missing=missing)
+        self._reply(asked.sender, Reply(asked.call.id, False, Payload(), missing=missing))
 
     def _encode(self, asked: Asked, result: Any, forker: MessageForker) -> codec.Encoded:
         """Encode a result for the caller, with definitions by value; by name if a definition cannot travel by value."""
@@ -169,25 +169,14 @@ class Answers:
             return encode(result)
 
     def _reply(
-        self,
-        asked: Asked,
-        ok: bool,
-        payload: Payload,
-        frames: Any,
-        state: State | None = None,
-        holds: MessageForker | None = None,
-        missing: list[tuple[str, str]] | None = None,
-        recording: Recording | None = None,
-        slots: Sequence[Slot] = (),
+        self, to: int, reply: Reply, frames: Any = (), holds: MessageForker | None = None, slots: Sequence[Slot] = ()
     ) -> None:
-        """Post the reply; do nothing if the caller is gone.
+        """Post the reply to a caller; do nothing if the caller is gone.
 
-        ``holds`` is kept until the reply has arrived. ``state`` describes a value that stays here. ``missing`` names
-        definitions that this agent lacks. ``slots`` are the tensors of ``frames`` in shared memory.
+        ``holds`` is kept until the reply has arrived. ``slots`` are the tensors of ``frames`` in shared memory.
         """
-        reply = Reply(asked.call.id, ok, payload, state, missing or [], recording)
         try:
-            self._links.post(asked.sender, reply, frames, holds, slots)
+            self._links.post(to, reply, frames, holds, slots)
         except NbdistError:  # the caller is gone
             return
 

@@ -120,8 +120,7 @@ class Outcomes:
         error: BaseException | None = None
         try:
             if frames:
-                attach = self._attach(call, reply) if reply.recording is not None else None
-                outcome = codec.decode(reply.payload, frames, references, attach)
+                outcome = codec.decode(reply.payload, frames, references, self._attach(call, reply))
             if not reply.ok:
                 outcome, error = None, rebuild(outcome)
         except BaseException as failed:  # a class of the user's, while it is unpickled: the call ends with that
@@ -140,11 +139,7 @@ class Outcomes:
         return self._recorder.incoming(context, reply.recording, call.to, call.function)
 
     def end(
-        self,
-        call: Pending,
-        outcome: Any,
-        error: BaseException | None,
-        submit: Callable[[Callable[[], None]], None] | None = None,
+        self, call: Pending, outcome: Any, error: BaseException | None, submit: Callable[[Job], None] | None = None
     ) -> None:
         """Settle a call, which must have left the table, with a value or an error.
 
