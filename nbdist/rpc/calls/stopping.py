@@ -22,6 +22,7 @@ import ctypes
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field
 from types import FrameType
 from typing import Any
 
@@ -54,33 +55,29 @@ _FILES_THAT_RUN_TASKS = {f"{NBDIST}cluster/worker/tasks.py", f"{NBDIST}compat/ip
 _Key = tuple[int, int]  # a running call: the caller's incarnation, and the caller's number for the call
 
 
+@dataclass(eq=False, repr=False)
 class Stopping:
     """The part of an agent that stops calls, as caller and as callee."""
 
-    def __init__(
-        self,
-        me: Record,
-        exchange: Exchange,
-        links: Links,
-        *,
-        call: Callable[..., Any],
-        give_up: Callable[[Sequence[Pending], BaseException], None],
-        submit: Callable[[Job], None],
-        is_blocked: Callable[[int], bool],
-    ) -> None:
-        self.patience = NAME_AFTER
-        """Seconds that `on_interrupt` waits before it names the calls that still run."""
-        self.break_off: Callable[[int], object] | None = None
-        """Ends the collective in which a thread waits, by the thread's ident; None if no layer can do this."""
-        self._me = me.incarnation
-        self._pending = exchange.calls
-        self._links = links
-        self._call = call  # `Caller.sync`
-        self._end_waits = give_up  # fails calls of this agent, which ends the waits for them
-        self._submit, self._is_blocked = submit, is_blocked  # those of the agent's `Pool`
-        self._lock = exchange.lock
-        self._threads: dict[_Key, int] = {}  # the idents of the threads that run the calls which can be stopped
-        self._stopped: dict[_Key, None] = {}  # the calls to stop, the oldest first; some may not have begun
+    _me: Record
+    _exchange: Exchange
+    _links: Links
+    _: KW_ONLY
+    call: Callable[..., Any]  # `Caller.sync`
+    give_up: Callable[[Sequence[Pending], BaseException], None]  # fails calls, which ends the waits for them
+    submit: Callable[[Job], None]  # this and the next are those of the agent's `Pool`
+    is_blocked: Callable[[int], bool]
+    patience: float = NAME_AFTER
+    """Seconds that `on_interrupt` waits before it names the calls that still run."""
+    break_off: Callable[[int], object] | None = None
+    """Ends the collective in which a thread waits, by the thread's ident; None if no layer can do this."""
+    # The idents of the threads that run the calls which can be stopped.
+    _threads: dict[_Key, int] = field(default_factory=dict)
+    # The calls to stop, the oldest first; some may not have begun.
+    _stopped: dict[_Key, None] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._pending, self._lock = self._exchange.calls, self._exchange.lock
 
     # -- the callee's side --------------------------------------------------------------------
 
@@ -136,11 +133,11 @@ class Stopping:
                     self._stopped[key] = None  # so that `end` takes the error back
                     _raise_in(thread, error)
 
-    def _give_up(self, nested: Sequence[Pending]) -> None:
+    def _end_waits(self, nested: Sequence[Pending]) -> None:
         """Fail the calls that a stopped call has made, which ends its waits. This does not tell their callees."""
         for call in nested:
             stopped = Interrupted("stopped: its caller was interrupted")
-            self._end_waits([call], stopped if call.result is not None else KeyboardInterrupt())
+            self.give_up([call], stopped if call.result is not None else KeyboardInterrupt())
 
     def _end_call(self, key: _Key, ended: bool) -> None:
         """Try for 2 s to end a call. If it still runs 0.4 s later, break off the collective in which it may wait."""
@@ -169,14 +166,14 @@ class Stopping:
                 return True
             nested = [call for call in self._pending.all() if call.thread == thread]
             # A function that computes may have calls without an answer, too: only the pool knows what it waits for.
-            waits = bool(nested) and (at_last or self._is_blocked(thread))
+            waits = bool(nested) and (at_last or self.is_blocked(thread))
             if not waits:
                 if _runs_nbdist(thread_frames().get(thread)):
                     return False  # it may hold a lock
                 _raise_in(thread, KeyboardInterrupt)
         self.stop(nested)
         if waits:
-            self._submit(lambda: self._give_up(nested))
+            self.submit(lambda: self._end_waits(nested))
         return True
 
     def where(self, caller: int, id: int) -> str:
@@ -227,7 +224,7 @@ class Stopping:
     def _ask_where(self, call: Pending) -> str:
         """Ask a callee where a call is; return the answer as the end of a sentence, "" if the call has ended."""
         try:
-            found = self._call(call.worker, _place_here, (self._me, call.id), None, _ASK_TIMEOUT)
+            found = self.call(call.worker, _place_here, (self._me.incarnation, call.id), None, _ASK_TIMEOUT)
         except NbdistError:
             return " and does not say where it is"
         return f" (it is in {found})" if found else ""

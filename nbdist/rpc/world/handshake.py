@@ -22,6 +22,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
 from nbdist.channel.contract import ChannelError, TooManyFiles
@@ -39,38 +40,31 @@ _GREET_EVERY = 0.1  # seconds after which an unanswered greeting is sent again
 _log = logging.getLogger("nbdist.rpc")
 
 
+@dataclass(eq=False, repr=False)
 class Handshake:
     """The part of an agent that meets the other members.
 
     Deadlines are as of `time.monotonic`. The methods named after messages run in the reading thread.
     """
 
-    def __init__(
-        self,
-        membership: Membership,
-        links: Links,
-        sharing: Sharing,
-        *,
-        lose: Callable[[int, str], None],
-        ended: Callable[[int], None],
-        joined: Callable[[Record], None],
-        lost_after: float,
-    ) -> None:
-        self._joined = joined  # called with each member that joins a dynamic world
-        self._me = membership.me
-        self._membership = membership
-        self._links = links
-        self._sharing = sharing
-        self._lose = lose  # `Agent.lose`
-        self._ended = ended  # loses the members of this host whose process, given by its pid, has ended
-        self._lost_after = lost_after  # seconds until a silent member of another host counts as dead
-        self._changed = threading.Condition()
-        self._world: set[int] | None = None  # the others that a fixed world must have; None in a dynamic world
-        self._welcomed: set[int] = set()  # the members that have answered this agent's greeting
-        self._ready: set[int] = set()  # the members that have reported that they have met all others
-        # True once all others have welcomed this agent. It then refuses strangers in a fixed world.
-        self._complete = False
-        self._error: NbdistError | None = None  # the reason why this agent cannot join
+    _membership: Membership
+    _links: Links
+    _sharing: Sharing
+    _: KW_ONLY
+    lose: Callable[[int, str], None]  # `Agent.lose`
+    ended: Callable[[int], None]  # loses the members of this host whose process, given by its pid, has ended
+    joined: Callable[[Record], None]  # called with each member that joins a dynamic world
+    lost_after: float  # seconds until a silent member of another host counts as dead
+    _changed: threading.Condition = field(default_factory=threading.Condition)
+    _world: set[int] | None = None  # the others that a fixed world must have; None in a dynamic world
+    _welcomed: set[int] = field(default_factory=set)  # the members that have answered this agent's greeting
+    _ready: set[int] = field(default_factory=set)  # the members that have reported that they have met all others
+    # True once all others have welcomed this agent. It then refuses strangers in a fixed world.
+    _complete: bool = False
+    _error: NbdistError | None = None  # the reason why this agent cannot join
+
+    def __post_init__(self) -> None:
+        self._me = self._membership.me
 
     @property
     def is_dynamic(self) -> bool:
@@ -110,7 +104,7 @@ class Handshake:
             except ChannelError:
                 dead.append(record)
         waiting = [record for record in present if record not in dead]
-        patience = min(deadline, time.monotonic() + max(self._lost_after, _LEAST_PATIENCE))
+        patience = min(deadline, time.monotonic() + max(self.lost_after, _LEAST_PATIENCE))
 
         def all_answered() -> bool:
             gone = {record.incarnation for record in waiting if not self._links.connected(record.incarnation)}
@@ -137,7 +131,7 @@ class Handshake:
         why = f"did not answer when {self._me.name} joined"
         with contextlib.suppress(NotUnique):  # another member has its name, and errors are about that one
             self._membership.add(record)
-        self._lose(record.incarnation, why)
+        self.lose(record.incarnation, why)
         self._membership.remove(record.incarnation, why)  # if it was not connected any more
 
     def _greet_until(self, others: Sequence[Record], done: Any, deadline: float) -> None:
@@ -152,11 +146,8 @@ class Handshake:
                     if done():
                         break
                 if time.monotonic() > deadline:
-                    missing = [
-                        record.name
-                        for record in others
-                        if record.incarnation not in (self._welcomed if self.is_dynamic else self._ready)
-                    ]
+                    met = self._welcomed if self.is_dynamic else self._ready
+                    missing = [record.name for record in others if record.incarnation not in met]
                     raise RendezvousError(
                         f"no answer from {', '.join(missing)} while the RPC world formed: see whether they still run, "
                         "and whether their host can be reached"
@@ -184,7 +175,7 @@ class Handshake:
         elif self.is_dynamic and record.world_size is None:
             holder = self._membership.holder(record)
             if holder is not None and holder.host == self._me.host and not is_alive(holder.pid, holder.started):
-                self._ended(holder.pid)  # a new worker has taken its name before this process has noticed its end
+                self.ended(holder.pid)  # a new worker has taken its name before this process has noticed its end
             try:
                 self._links.connect(record)
                 self._membership.add(record)  # last: a member without a connection could never be called
@@ -196,7 +187,7 @@ class Handshake:
             else:
                 self._sharing.on_met(record, message.reads)
                 self._welcome(record.incarnation)
-                self._joined(record)
+                self.joined(record)
         elif self._complete:
             self._refuse(
                 record,
@@ -243,7 +234,7 @@ class Handshake:
         with contextlib.suppress(NotUnique):
             self._membership.add(record)
             if is_new:
-                self._joined(record)
+                self.joined(record)
 
     def on_ready(self, message: Ready, sender: int, _: list[bytes]) -> None:
         """Record that a member has met all others. `join_fixed` waits until all members have reported this."""
@@ -271,7 +262,7 @@ class Handshake:
             self._error = self._error or error
             self._changed.notify_all()
         if self._complete:
-            self._lose(message.about, f"refused further messages: {message.reason}")
+            self.lose(message.about, f"refused further messages: {message.reason}")
             self._links.doubt_all()
 
     def on_lost(self, record: Record, why: str) -> None:
