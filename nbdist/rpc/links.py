@@ -466,25 +466,22 @@ class Links:
     def _choose(self, awaited: AbstractSet[int], now: float) -> None:
         """Choose the members that this agent watches (`nbdist.rpc.core.watching`). The caller holds the lock."""
         if self._is_stale:
-            members = [connection.record for connection in self.connections.values()]
+            members = self._members()
             self._is_large = self.meets_all and len(members) > ALL_WATCH_ALL
             self._ring = watched_by(self._me, members) if self._is_large else set()
             self._is_stale = False
         if not self._is_large and not self._chooses:
             return
-        self._chooses, ring, attended = self._is_large, self._ring, self._attended
+        self._chooses = self._is_large
+        watched = {*self._ring, *awaited, *self._attended} if self._chooses else self.connections.keys()
         for incarnation, connection in self.connections.items():
-            peer = connection.peer
-            if (
-                not self._chooses
-                or incarnation in ring
-                or incarnation in awaited
-                or incarnation in attended
-                or any(each.outstanding for each in connection.peers)
-            ):
-                peer.watch(now - PING_FIRST)  # the message for whose answer this agent waits is older
+            if incarnation in watched or any(peer.outstanding for peer in connection.peers):
+                connection.peer.watch(now - PING_FIRST)  # the message for whose answer this agent waits is older
             else:
-                peer.rest()
+                connection.peer.rest()
+
+    def _members(self) -> list[Record]:
+        return [connection.record for connection in self.connections.values()]
 
     def set_clock(self) -> None:
         """Set `due` to the next moment at which a connection or a call needs attention, after a `tick`."""

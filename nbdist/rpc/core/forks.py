@@ -146,9 +146,8 @@ class Forks:
     @property
     def pending(self) -> int:
         """The number of pending forks held here, plus the number of forks passed on from here and not accepted yet."""
-        return sum(1 for user in list(self.users.values()) if user.standing is ForkStanding.PENDING) + len(
-            self._children
-        )
+        standings = [user.standing for user in list(self.users.values())]
+        return standings.count(ForkStanding.PENDING) + len(self._children)
 
     def owner(self, fork: GlobalId) -> int | None:
         """Return the incarnation of the owner of a value, given a fork that is held here; None for any other fork."""
@@ -339,16 +338,9 @@ class Forks:
         user = self.users.get(message.fork)
         if user is None or user.standing is not ForkStanding.PENDING:
             return []
-        instructions: list[Instruction] = []
-        if user.parent is not None:
-            instructions.append(Send(user.parent, ChildAccept(message.fork)))
-        # A dead fork sends nothing to its owner.
-        if message.gone:
-            user.standing = ForkStanding.DEAD
-            if not user.held and not user.children:
-                del self.users[message.fork]
-            return instructions
-        return instructions + self._settle(message.fork, ForkStanding.CONFIRMED, message.state)
+        to_parent = [Send(user.parent, ChildAccept(message.fork))] if user.parent is not None else []
+        standing = ForkStanding.DEAD if message.gone else ForkStanding.CONFIRMED
+        return [*to_parent, *self._settle(message.fork, standing, message.state)]
 
     def on_child_accept(self, message: ChildAccept) -> list[Instruction]:
         """Forget a child, a fork that this agent has passed on: the owner counts it, or the child is dead."""

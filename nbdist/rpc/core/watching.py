@@ -39,9 +39,8 @@ EACH_SIDE = 2
 
 def watched_by(me: Record, members: Iterable[Record]) -> set[int]:
     """Return the incarnations of the members that ``me`` watches on the ring. ``members`` may contain ``me``."""
-    ring = sorted((record for record in members if record is not me), key=lambda record: record.incarnation)
-    place = sum(record.incarnation < me.incarnation for record in ring)
-    ring = ring[place:] + ring[:place]
+    others = [record for record in members if record is not me]
+    ring = sorted(others, key=lambda record: (record.incarnation < me.incarnation, record.incarnation))
     found: set[int] = set()
     for side in (ring, ring[::-1]):
         # By host: the number of members from this agent up to the next one, this agent included.
