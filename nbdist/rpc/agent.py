@@ -44,7 +44,7 @@ from nbdist.channel.shared_memory.arena import Arena
 from nbdist.channel.shared_memory.gpu_arena import Gpus
 from nbdist.errors import NbdistError
 from nbdist.finalisers import this_thread
-from nbdist.ids import GlobalId, IdSource
+from nbdist.ids import IdSource
 from nbdist.rpc.calls.answers import Answers
 from nbdist.rpc.calls.caller import Caller, To
 from nbdist.rpc.calls.executor import Executor
@@ -55,7 +55,6 @@ from nbdist.rpc.calls.stopping import Stopping
 from nbdist.rpc.calls.waiting_reader import WaitingReader
 from nbdist.rpc.core.exchange import Exchange
 from nbdist.rpc.core.members import Membership
-from nbdist.rpc.core.pending import Pending
 from nbdist.rpc.futures import Future
 from nbdist.rpc.here import Active, here
 from nbdist.rpc.latch import Latch
@@ -63,7 +62,6 @@ from nbdist.rpc.links import Links, try_post
 from nbdist.rpc.named import NamedObject, NamedObjects
 from nbdist.rpc.options import RpcBackendOptions, time_limit
 from nbdist.rpc.pool import Job, Pool
-from nbdist.rpc.promise import Promise
 from nbdist.rpc.recording import CallRecorder
 from nbdist.rpc.references.reference_table import References
 from nbdist.rpc.references.rref import Home, refer
@@ -158,24 +156,30 @@ class Agent:
         # Held while a message is handled, a timer is run, or a member is lost. `Shutdown` also holds it while it counts
         # unfinished calls and messages, so that no message is half handled meanwhile.
         self._turn = threading.RLock()
-        self.membership = Membership(me)
+        self.membership = membership = Membership(me)
+        self.members = membership.members
+        """Returns the records of the living members of the world, in the order of their ids."""
+        self.member = membership.get
+        """Returns the record of the agent of an incarnation; None if it is no member (any more)."""
+        self.name_of = membership.name_of
+        """Returns the name to show for an incarnation, dead or alive; for an unknown one, a text that says so."""
+        self.fate = membership.fate
+        """Returns a ``why``: what happened to a former member. None if the member lives, or was never a member."""
         self.named = NamedObjects()
         """The objects of this process whose methods other members may call: see `at`."""
-        self.ids = IdSource(me.id, me.incarnation)
-        self.exchange = Exchange(me.incarnation, self.ids)  # has the lock around calls, references and values
-        self.pending = self.exchange.calls
+        self.ids = ids = IdSource(me.id, me.incarnation)
+        self.exchange = exchange = Exchange(me.incarnation, ids)  # has the lock around calls, references and values
+        self.pending = pending = exchange.calls
+        self.awaited = pending.all
+        """Lists the calls that this agent has made and that have no answer yet."""
         self.processes = ProcessWatch(self._on_process_end)
-        self.sharing = Sharing(me, arena, reads=options.arena_bytes != 0, gpus=gpus)
-        self.links = Links(
-            channel,
-            PeerLimits(options.suspect_after, options.lost_after, retries=options.retries),
-            self.membership,
-            self.pending,
-            self.sharing,
-            self.processes.watch,
-            self._on_undelivered,
-        )
-        self.post = self.links.post
+        self.sharing = sharing = Sharing(me, arena, reads=options.arena_bytes != 0, gpus=gpus)
+        limits = PeerLimits(options.suspect_after, options.lost_after, retries=options.retries)
+        watch, on_undelivered = self.processes.watch, self._on_undelivered
+        self.links = links = Links(channel, limits, membership, pending, sharing, watch, on_undelivered)
+        self.post = links.post
+        self.sent = links.sent
+        """Returns how many bytes were sent to each connected agent, by name, tensors in shared memory included."""
         self.pool = Pool(
             options.num_worker_threads,
             self.read,
@@ -185,37 +189,25 @@ class Agent:
             has_more=channel.has_more,
             begin=self._adopt,
         )
-        self.references = References(self.ids, self.exchange, self.membership, self.links, self.submit)
-        self._on_lost: list[Callable[[Record, str], None]] = [self.sharing.on_lost]
+        self.references = references = References(ids, exchange, membership, links, self.submit)
+        self.owned = references.owned
+        """Lists the values that this agent owns or will own: id, promise, and the other agents that refer to it."""
+        self._on_lost: list[Callable[[Record, str], None]] = [sharing.on_lost]
         self._on_joined: list[Callable[[Record], object]] = []
         self.recorder: CallRecorder = registry.Recorder(self)
-        self.executor = Executor(
-            self.exchange,
-            self.membership,
-            self.links,
-            self.references,
-            self.recorder,
-            Answers(
-                me.name, self.exchange, self.links, self.references, self.sharing.spaces, self.recorder, self.activate
-            ),
-        )
-        self.outcomes = Outcomes(me, self.pending, self.references, self.links, self.recorder, self.submit)
+        recorder, spaces = self.recorder, sharing.spaces
+        answers = Answers(me.name, exchange, links, references, spaces, recorder, self.activate)
+        self.executor = Executor(exchange, membership, links, references, recorder, answers)
+        self.outcomes = outcomes = Outcomes(me, pending, references, links, recorder, self.submit)
+        repeats, is_deciding = Repeats(pending, links, outcomes), exchange.is_deciding
+        timeout = time_limit(options.rpc_timeout)
         self.sender = Sender(
-            me,
-            time_limit(options.rpc_timeout),
-            self.pending,
-            self.links,
-            self.references,
-            self.sharing.spaces,
-            self.recorder,
-            Repeats(self.pending, self.links, self.outcomes),
-            self.exchange.is_deciding,
-            self.outcomes.unsent,
+            me, timeout, pending, links, references, spaces, recorder, repeats, is_deciding, outcomes.unsent
         )
-        self.caller = Caller(self.membership, self.ids, self.references, self.outcomes, self.sender)
-        self.home = Home(self.references, self.caller, self.recorder.backward)
+        self.caller = Caller(membership, ids, references, outcomes, self.sender)
+        self.home = Home(references, self.caller, recorder.backward)
         """This agent as its `RRef` objects see it."""
-        self.references.refer = partial(refer, self.home)  # set now, since `Home` needs the references
+        references.refer = partial(refer, self.home)  # set now, since `Home` needs the references
         self.find, self.timeout_of = self.caller.find, self.sender.timeout_of
         self.read_as_guest: Callable[[Latch], None] | None = None
         """Lets a thread that waits for an answer read messages itself; None if only threads of the pool may read.
@@ -225,30 +217,28 @@ class Agent:
         """
         # A channel that lets only one thread read at a time has no place for a guest.
         if channel.readers > 1:
-            guest = WaitingReader(channel, self.links, self._read_as_guest, self.submit)
+            guest = WaitingReader(channel, links, self._read_as_guest, self.submit)
             self.read_as_guest = self.caller.read_as_guest = guest.read
             self.caller.expect, self.sender.expect_no_more = channel.expect, channel.expect_no_more
         self.stopping = self.executor.stopping = Stopping(
             me,
-            self.exchange,
-            self.links,
+            exchange,
+            links,
             call=self.caller.sync,
-            give_up=self.outcomes.interrupt,
+            give_up=outcomes.interrupt,
             submit=self.submit,
             is_blocked=self.pool.is_blocked,
         )
         self.handshake = Handshake(
-            self.membership,
-            self.links,
-            self.sharing,
+            membership,
+            links,
+            sharing,
             lose=self.lose,
             ended=self._on_process_end,
-            joined=self._tell_joined,
+            joined=partial(_tell, self._on_joined, "arrival"),
             lost_after=options.lost_after,
         )
-        self.ending = Shutdown(
-            self.membership, self.links, self.exchange, self.references, self._turn, self.executor.doing
-        )
+        self.ending = Shutdown(membership, links, exchange, references, self._turn, self.executor.doing)
         self._on_lost += [self.handshake.on_lost, self.ending.on_lost]
         self._handlers: dict[type, Handler] = {
             messages.Nothing: lambda *_: None,  # an acknowledgement: the envelope has said it all
@@ -337,9 +327,6 @@ class Agent:
         """Call ``listener(record)`` once a new member, which may be a restarted worker, can be called."""
         self._on_joined.append(listener)
         return partial(_drop, self._on_joined, listener)
-
-    def _tell_joined(self, record: Record) -> None:
-        _tell(self._on_joined, "arrival", record)
 
     def at_close(self, action: Callable[[], None]) -> Callable[[], None]:
         """Call ``action``, which must not raise, at the end of `close`; return a function that removes the action."""
@@ -612,22 +599,6 @@ class Agent:
         """Return the object that the agent called ``to`` has published as ``name``, for calls of its methods."""
         return NamedObject(self.caller, to, name)
 
-    def members(self) -> list[Record]:
-        """Return the records of the living members of the world, in the order of their ids."""
-        return self.membership.members()
-
-    def member(self, incarnation: int) -> Record | None:
-        """Return the record of the agent of that incarnation; None if it is no member (any more)."""
-        return self.membership.get(incarnation)
-
-    def name_of(self, incarnation: int) -> str:
-        """Return the name to show for an agent, dead or alive; for an unknown incarnation, a text that says so."""
-        return self.membership.name_of(incarnation)
-
-    def fate(self, incarnation: int) -> str | None:
-        """Return a ``why``: what happened to a former member. None if the member lives, or was never a member."""
-        return self.membership.fate(incarnation)
-
     def freeze(self, who: int) -> None:
         """Stop the clocks of all calls that this agent awaits, until `thaw`: ``who`` has paused a backward pass."""
         self.pending.freeze(who, time.monotonic())
@@ -644,18 +615,6 @@ class Agent:
             self.links.post_waiting()
 
     # -- inspecting ---------------------------------------------------------------------------
-
-    def awaited(self) -> list[Pending]:
-        """List the calls that this agent has made and that have no answer yet."""
-        return self.pending.all()
-
-    def owned(self) -> list[tuple[GlobalId, Promise[Any], set[int]]]:
-        """List the values that this agent owns or will own: id, promise, and the other agents with references to it."""
-        return self.references.owned()
-
-    def sent(self) -> dict[str, int]:
-        """Return how many bytes were sent to each connected agent, by its name, tensors in shared memory included."""
-        return self.links.sent()
 
     def statistics(self) -> dict[str, int]:
         """Return counters by name, such as ``pending_calls`` and ``owned_values``, for displays and tests."""
