@@ -28,10 +28,10 @@ EXPECTED = {
     "empty, of __main__": (43, 36, 2),
     "empty, from a cell": (35, 34, 2),
     "small tensor": (38, 33, 2),
-    "remote().to_here()": (112, 114, 4),
+    "remote().to_here()": (111, 112, 4),
     "step": (282, 321, 7),
-    "ten hops, SMART": (1450, 1365, 43),
-    "ten hops, FAST": (1494, 1411, 43),
+    "ten hops, SMART": (1451, 1381, 43),
+    "ten hops, FAST": (1506, 1440, 43),
 }
 
 
