@@ -40,12 +40,10 @@ def describe_value(value: Any) -> State:
         with no_torch_function():
             return _describe_tensor(value, inert.tensor_fact)
     module, qualname = inert.module_of(cls), inert.qualname_of(cls)
-    nbytes: int | None
+    nbytes = inert.nbytes_of(value)
     if issubclass(cls, torch.nn.Module):
         with no_torch_function():
             nbytes = sum(inert.tensor_fact(parameter, "nbytes") for parameter in inert.parameters_of(value))
-    else:
-        nbytes = inert.nbytes_of(value)
     return State(module, qualname, nbytes=nbytes, names=inert.public_names(cls) if module == "__main__" else None)
 
 

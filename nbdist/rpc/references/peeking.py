@@ -140,7 +140,7 @@ def _numbers(tensor: torch.Tensor) -> Numbers:
 
 
 def _summary(about: tuple[list[int], str, str], flat: torch.Tensor) -> Numbers:
-    first = [_text(each) for each in flat[:_FIRST_ELEMENTS].tolist()]
+    first = [f"{each:.5g}" if isinstance(each, float) else str(each) for each in flat[:_FIRST_ELEMENTS].tolist()]
     low, high, total, squares, count, nans, infs = math.inf, -math.inf, 0.0, 0.0, 0, 0, 0
     for part in _in_parts(flat):
         finite = part[torch.isfinite(part)]
@@ -197,10 +197,6 @@ def _values(tensor: torch.Tensor) -> torch.Tensor:
 def _parameter(name: str, parameter: torch.Tensor) -> Parameter:
     found = _numbers(parameter)
     return Parameter(name, found.shape, found.dtype, found.device, parameter.requires_grad, found.norm, found.nans)
-
-
-def _text(value: Any) -> str:
-    return f"{value:.5g}" if isinstance(value, float) else str(value)
 
 
 def _lines_of_numbers(numbers: Numbers) -> list[str]:

@@ -117,12 +117,17 @@ def parse(init_method: str, rank: int, world_size: int | None) -> Meeting:
     def missing(what: str) -> ValueError:
         return ValueError(f"Error initializing torch.distributed using {url.scheme}:// rendezvous: {what}")
 
+    def environment(name: str) -> str:
+        if name not in os.environ:
+            raise missing(f"environment variable {name} expected, but not set")
+        return os.environ[name]
+
     if rank < 0 and "rank" in query:
         rank = int(query["rank"])
     if url.scheme == "env":
         if rank < 0:
-            rank = int(_environment("RANK", missing))
-        host, port = _environment("MASTER_ADDR", missing), int(_environment("MASTER_PORT", missing))
+            rank = int(environment("RANK"))
+        host, port = environment("MASTER_ADDR"), int(environment("MASTER_PORT"))
         return Meeting("tcp", host, port, rank)
     if rank < 0:
         raise missing("rank parameter missing")
@@ -136,13 +141,6 @@ def parse(init_method: str, rank: int, world_size: int | None) -> Meeting:
             raise missing("path missing")
         return Meeting("file", path, 0, rank)
     return Meeting("other", init_method, 0, rank)
-
-
-def _environment(name: str, missing: Any) -> str:
-    value = os.environ.get(name)
-    if value is None:
-        raise missing(f"environment variable {name} expected, but not set")
-    return value
 
 
 def settle(meeting: Meeting, shared: bool, host: str | None) -> None:

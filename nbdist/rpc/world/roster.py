@@ -107,9 +107,8 @@ class Roster:
             if time.monotonic() > deadline:
                 self.leave(me)
                 came = {record.id: record.name for record in gathering}
-                absent = list(
-                    itertools.islice((rank for rank in range(size) if rank not in came), _MISSING_RANKS_SHOWN)
-                )
+                absent_ranks = (rank for rank in range(size) if rank not in came)
+                absent = list(itertools.islice(absent_ranks, _MISSING_RANKS_SHOWN))
                 more = size - len(came) - len(absent)
                 missing = ", ".join(map(str, absent)) + (f" and {more} more" if more else "")
                 raise RendezvousError(

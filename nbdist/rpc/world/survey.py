@@ -54,9 +54,8 @@ class Survey:
         current = [self._states[member] for member in self.members]
         sent = sum(state.sent for state in current)
         quiet = not any(state.active for state in current)
-        if quiet and self._before == sent:
+        is_over = quiet and self._before == sent
+        self._before = sent if quiet and not is_over else None
+        if is_over:
             self.round += 1
-            self._before = None
-            return True
-        self._before = sent if quiet else None
-        return False
+        return is_over

@@ -157,12 +157,8 @@ def says_loopback(host: str) -> bool:
 
 def is_torchruns(host: str, port: int) -> bool:
     """Return whether torchrun's own process serves the store at an address, so that no rank has to serve it."""
-    environment = os.environ
-    return (
-        environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        and environment.get("MASTER_ADDR") == host
-        and environment.get("MASTER_PORT") == str(port)
-    )
+    settings = {"TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_ADDR": host, "MASTER_PORT": str(port)}
+    return all(os.environ.get(name) == value for name, value in settings.items())
 
 
 def is_served(host: str, port: int) -> bool:
