@@ -209,7 +209,8 @@ class _Search:
         found = Inherited(value, "unknown", carried.sender)
         arguments = self._context.id, carried.message, node.first + output, value
         # Outside of the context, so that this call of nbdist's own is not recorded in it.
-        with self._here.contexts.outside(), contextlib.suppress(NbdistError, RuntimeError):
+        recorder: Any = current_agent().recorder
+        with recorder.contexts.outside(), contextlib.suppress(NbdistError, RuntimeError):
             found = rpc_async(carried.sender, explain_sent, args=arguments, timeout=_ANSWER_TIMEOUT).wait() or found
         return found._replace(messages=(carried, *found.messages))
 

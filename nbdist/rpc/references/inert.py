@@ -26,8 +26,9 @@ from typing import Any
 
 import torch
 
-_mro: Callable[[type], tuple[type, ...]] = type.__dict__["__mro__"].__get__
 _module: Callable[[type], Any] = type.__dict__["__module__"].__get__
+mro: Callable[[type], tuple[type, ...]] = type.__dict__["__mro__"].__get__
+"""Returns a class and its base classes, the nearest first."""
 dict_of_class: Callable[[type], MappingProxyType[str, Any]] = type.__dict__["__dict__"].__get__
 """Returns the attributes that a class itself defines."""
 qualname_of: Callable[[type], str] = type.__dict__["__qualname__"].__get__
@@ -52,7 +53,7 @@ def module_of(cls: type) -> str:
 
 def public_names(cls: type) -> list[str]:
     """Return the sorted names, without a leading underscore, that a class and its base classes define."""
-    names = {name for each in _mro(cls) for name in dict_of_class(each) if type(name) is str}
+    names = {name for each in mro(cls) for name in dict_of_class(each) if type(name) is str}
     return sorted(name for name in names if not name.startswith("_"))
 
 
@@ -66,7 +67,7 @@ _C_CLASSES = {id(cls): cls for cls in (collections.OrderedDict, collections.dequ
 
 def sizer_of(cls: type) -> Callable[[Any], int]:
     """Return the function that measures instances of a class: the `__sizeof__` of its nearest base class in C."""
-    for each in _mro(cls):
+    for each in mro(cls):
         if id(each) in _C_CLASSES or not _flags(each) & _HEAP_TYPE:
             sizer = dict_of_class(each).get("__sizeof__")
             if type(sizer) is MethodDescriptorType:
@@ -111,7 +112,7 @@ def tensor_fact(tensor: torch.Tensor, name: str) -> Any:
 
 def user_dispatches(cls: type) -> bool:
     """Return whether a tensor's class has a `__torch_dispatch__` of its own, which torch may call even for a shape."""
-    for each in _mro(cls):
+    for each in mro(cls):
         if each is torch.Tensor:
             return False
         if "__torch_dispatch__" in dict_of_class(each) and module_of(each).partition(".")[0] != "torch":
