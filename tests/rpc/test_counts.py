@@ -29,9 +29,9 @@ EXPECTED = {
     "empty, from a cell": (35, 34, 2),
     "small tensor": (38, 33, 2),
     "remote().to_here()": (111, 112, 4),
-    "step": (282, 321, 7),
-    "ten hops, SMART": (1451, 1381, 43),
-    "ten hops, FAST": (1506, 1440, 43),
+    "step": (280, 321, 7),
+    "ten hops, SMART": (1449, 1365, 43),
+    "ten hops, FAST": (1493, 1411, 43),
 }
 
 
