@@ -11,10 +11,10 @@ import shutil
 import signal
 import sys
 import tempfile
-import time
 from pathlib import Path
 
 import pytest
+from helpers.waiting import wait_until
 from hypothesis import settings
 from needs import need_of
 
@@ -81,10 +81,7 @@ def world(three):
     """Three agents of this process; the test's thread is the first one's."""
     with three[0].activate():
         yield three
-    deadline = time.monotonic() + 10
-    while any(agent.recorder.contexts.all() for agent in three):
-        assert time.monotonic() < deadline, "a context is left somewhere"
-        time.sleep(0.01)
+    wait_until(lambda: not any(agent.recorder.contexts.all() for agent in three), "the end of all contexts")
 
 
 def pytest_addoption(parser):

@@ -7,19 +7,19 @@ import os
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import psutil
-from other_hosts import Host, wait_for_file
+from helpers.waiting import wait_for_file, wait_until
+from other_hosts import Host
 from python_path import python_path
 
 import nbdist
 from nbdist.cluster.hosts.hub import KeeperMember
 
-__all__ = ["Keepers", "cluster_on", "keeper_of", "until"]
+__all__ = ["Keepers", "cluster_on", "keeper_of"]
 
 
 class Keepers:
@@ -58,7 +58,7 @@ class Keepers:
         told, count = len(self.told), len(cluster.workers) + uses
         process = self.another(cluster, *options, uses=uses)
         cluster.wait_for_workers(count, timeout=60)
-        until(lambda: len(self.told) > told)
+        wait_until(lambda: len(self.told) > told)
         return process
 
     @contextlib.contextmanager
@@ -111,11 +111,3 @@ def cluster_on(others: Sequence[Host], address: str, folder: Path, **options: An
     threading.Thread(target=start, daemon=True).start()
     with nbdist.Cluster(len(others), launcher="join", host=address, invitation=str(file), **options) as cluster:
         yield cluster
-
-
-def until(happened: Callable[[], object], within: float = 20.0) -> None:
-    """Wait until ``happened()`` is true; fail after ``within`` seconds."""
-    deadline = time.monotonic() + within
-    while not happened():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)

@@ -14,11 +14,10 @@ import shlex
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
-__all__ = ["Host", "can_make_hosts", "hosts", "ip", "wait_for_file"]
+__all__ = ["Host", "can_make_hosts", "hosts", "ip"]
 
 _numbers = itertools.count()
 
@@ -174,12 +173,3 @@ def hosts(count: int) -> Iterator[tuple[str, list[Host]]]:
             found.append(host)
             undo.callback(host.kill)
         yield f"{net}.1", found
-
-
-def wait_for_file(path: Path, within: float = 20.0) -> bytes:
-    """Wait until a file is there; return its contents."""
-    deadline = time.monotonic() + within
-    while not path.exists():
-        assert time.monotonic() < deadline, f"{path} is not written"
-        time.sleep(0.01)
-    return path.read_bytes()

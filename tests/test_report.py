@@ -9,8 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from helpers.waiting import wait_until
 from python_path import python_path
-from workers import eventually
 
 ROOT = Path(__file__).parent.parent
 BENCHMARKS = ROOT / "benchmarks"
@@ -287,7 +287,7 @@ def test_a_benchmark_that_is_ended_leaves_nothing(benchmark, tmp_path):
         process.terminate()
     assert len(members) == 2
     assert process.returncode == 128 + signal.SIGTERM
-    eventually(lambda: not benchmark("processes").group(group))
+    wait_until(lambda: not benchmark("processes").group(group))
 
 
 @pytest.mark.soak  # tests/rpc/test_counts.py counts the messages of calls

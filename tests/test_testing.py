@@ -2,10 +2,10 @@
 
 import queue
 import threading
-import time
 
 import pytest
 import torch
+from helpers.waiting import wait_until
 
 from nbdist import NbdistError, RendezvousError, RRefError, UnknownWorker, UsageError, WorkerLost, rpc
 from nbdist.rpc import RpcBackendOptions
@@ -48,14 +48,6 @@ def note_value_of(rref):
 
 def wait_for_go():
     return GO.wait(SOON)
-
-
-def until(condition):
-    """Wait for what no event tells."""
-    deadline = time.monotonic() + SOON
-    while not condition():
-        assert time.monotonic() < deadline
-        threading.Event().wait(0.005)
 
 
 # --- the clock ------------------------------------------------------------------------------------
@@ -238,7 +230,7 @@ def test_a_value_whose_creator_died_before_creating_it_is_an_error_and_not_a_wai
         with world[0].activate():
             rref = rpc.remote("worker1", my_name)
             rpc.rpc_async("worker2", note_value_of, args=(rref,))
-        until(lambda: world[1].references.forks.owns(rref.id))  # worker2's request has come
+        wait_until(lambda: world[1].references.forks.owns(rref.id))  # worker2's request has come
         world.kill(0)
         outcome = NOTED.get(timeout=SOON)
         assert isinstance(outcome, RRefError), outcome

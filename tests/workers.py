@@ -22,6 +22,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from helpers.waiting import wait_until
 from python_path import python_path
 
 from nbdist import rpc
@@ -124,19 +125,6 @@ def is_running() -> bool:
     return api.is_initialized()
 
 
-def eventually(condition: Callable[[], bool], timeout: float = 60) -> None:
-    """Wait for something that comes about by itself, such as a release."""
-    eventually_is(True, lambda: bool(condition()), timeout)
-
-
-def eventually_is(expected: Any, look: Callable[[], Any], timeout: float = 60) -> None:
-    """Wait until ``look`` returns what is expected; fail with what it returned last."""
-    deadline = time.monotonic() + timeout
-    while (seen := look()) != expected:
-        assert time.monotonic() < deadline, f"it is still {seen}, not {expected}"
-        time.sleep(0.01)
-
-
 def stop(pid: int) -> None:
     """Stop a process by SIGSTOP; return when all its threads stand still.
 
@@ -151,7 +139,7 @@ def stop(pid: int) -> None:
         except (FileNotFoundError, ProcessLookupError):
             return True  # the thread has ended meanwhile
 
-    eventually(lambda: all(map(stands, tasks)))
+    wait_until(lambda: all(map(stands, tasks)))
 
 
 # -- what workers run ---------------------------------------------------------------------------

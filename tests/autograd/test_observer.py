@@ -1,22 +1,15 @@
 """What one worker sees of a pass, and how it halts: told in any order."""
 
 import threading
-import time
 
 import pytest
+from helpers.waiting import wait_until
 
 from nbdist.autograd.graph.messages import Control, Watching
 from nbdist.autograd.graph.numbers import NodeNumbers
 from nbdist.autograd.passes.claims import Claim
 from nbdist.autograd.passes.gradient_store import GradientStore
 from nbdist.autograd.watching.observer import Observer, Stopped
-
-
-def until(condition):
-    deadline = time.monotonic() + 10
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
 
 
 class Halted:
@@ -42,7 +35,7 @@ class Halted:
 
 def test_it_goes_on_when_it_is_let_go():
     halted = Halted(Control(7, True))
-    until(lambda: halted.told == [("halted", 1, 7)])
+    wait_until(lambda: halted.told == [("halted", 1, 7)])
     halted.observer.steer(None, 1)
     halted.thread.join(10)
     assert not halted.thread.is_alive()
@@ -50,9 +43,9 @@ def test_it_goes_on_when_it_is_let_go():
 
 def test_it_is_told_again_where_letting_go_was_overtaken_by_halting():
     halted = Halted(Control(7, True))
-    until(lambda: len(halted.told) == 1)
+    wait_until(lambda: len(halted.told) == 1)
     halted.observer.steer(Control(9, True), 0)  # 8 was to let all go on
-    until(lambda: halted.told == [("halted", 1, 7), ("halted", 1, 9)])
+    wait_until(lambda: halted.told == [("halted", 1, 7), ("halted", 1, 9)])
     halted.observer.steer(Control(8), 0)  # too late
     assert halted.thread.is_alive()
     halted.observer.steer(Control(10), 1)
@@ -63,7 +56,7 @@ def test_it_is_told_again_where_letting_go_was_overtaken_by_halting():
 @pytest.mark.parametrize("end", ["stop", "leave"])
 def test_its_end(end):
     halted = Halted(Control(7, True))
-    until(lambda: len(halted.told) == 1)
+    wait_until(lambda: len(halted.told) == 1)
     getattr(halted.observer, end)()
     halted.thread.join(10)
     assert not halted.thread.is_alive()

@@ -6,11 +6,11 @@ import os
 import re
 import signal
 import threading
-import time
 import warnings
 
 import pytest
 import torch
+from helpers.waiting import wait_until
 
 import nbdist
 from nbdist import autograd as dist_autograd
@@ -506,10 +506,10 @@ def test_ctrl_c_gives_the_pass_up_everywhere(world):
         with pytest.raises(KeyboardInterrupt):
             context_id.backward(loss)
         _may_end.set()
-        deadline = time.monotonic() + 60
-        while any(agent.recorder.contexts.get(context_id).runs for agent in world):
-            assert time.monotonic() < deadline, "a worker goes on"
-            time.sleep(0.01)
+        wait_until(
+            lambda: not any(agent.recorder.contexts.get(context_id).runs for agent in world),
+            "the end of the pass everywhere",
+        )
         assert not context_id.gradients()
         context_id.backward(rpc.rpc_sync("worker1", twice, args=(x,)).sum())
         assert torch.equal(context_id.gradients()[x], tensor(2.0))
@@ -588,10 +588,7 @@ def test_nothing_is_left_of_contexts(world):
                 with contextlib.suppress(ZeroDivisionError):
                     context_id.backward(loss, mode="smart" if mode == "broken" else mode)
             del loss
-    deadline = time.monotonic() + 10
-    while alive() and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not alive()
+    wait_until(lambda: not alive())
 
 
 # --- the end of contexts --------------------------------------------------------------------------
@@ -613,10 +610,7 @@ def test_what_comes_after_the_end_is_not_recorded(world):
     with dist_autograd.context():
         late = rpc.rpc_async("worker1", at_leisure, args=(x,))
         assert begun.wait(20)
-    deadline = time.monotonic() + 10
-    while world[1].recorder.contexts.all():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_until(lambda: not world[1].recorder.contexts.all())
     with pytest.warns(UserWarning, match="twice on worker2 .* outside of a distributed autograd context"):
         came = let_go(late)
     assert came.grad_fn is None
@@ -640,10 +634,7 @@ def test_the_end_of_the_worker_between_is_not_in_the_way():
             rpc.rpc_sync("worker1", by_way_of, args=("worker2", x))
             world.kill(1)
             assert world[2].recorder.contexts.find(context_id) is not None
-        deadline = time.monotonic() + 10
-        while world[2].recorder.contexts.all():
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        wait_until(lambda: not world[2].recorder.contexts.all())
 
 
 def test_the_end_of_the_maker_ends_its_contexts():
@@ -653,10 +644,7 @@ def test_the_end_of_the_maker_ends_its_contexts():
             rpc.rpc_sync("worker1", by_way_of, args=("worker2", tensor(1.0)))
         assert world[2].recorder.contexts.find(context) is not None
         world.kill(0)
-        deadline = time.monotonic() + 10
-        while world[1].recorder.contexts.all() or world[2].recorder.contexts.all():
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        wait_until(lambda: not (world[1].recorder.contexts.all() or world[2].recorder.contexts.all()))
 
 
 def test_a_worker_lost_during_a_pass_fails_it_by_name():

@@ -1,9 +1,8 @@
 """A worker that takes a dead one's name and id: its contexts have the same ids, and are others."""
 
-import time
-
 import pytest
 import torch
+from helpers.waiting import wait_until
 
 import nbdist
 from nbdist import autograd as dist_autograd
@@ -45,10 +44,7 @@ def test_the_end_of_a_dead_workers_context_comes_late_and_leaves_its_successors_
         with world.add("worker1", 1).activate():
             assert gradient_over("worker0", between=lambda: [job() for job in submitted]) == 36.0
             assert gradient_over("worker0") == 36.0
-        deadline = time.monotonic() + 10
-        while world[0].recorder.contexts.all():
-            assert time.monotonic() < deadline, "a context is left"
-            time.sleep(0.01)
+        wait_until(lambda: not world[0].recorder.contexts.all(), "the end of all contexts")
 
 
 def test_a_pass_that_needs_the_dead_one_fails_although_its_name_is_taken_again():

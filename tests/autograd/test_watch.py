@@ -7,6 +7,7 @@ import traceback
 import pytest
 import torch
 from autograd_functions import begin_pass
+from helpers.waiting import wait_until
 
 import nbdist
 from nbdist import autograd as dist_autograd
@@ -42,13 +43,6 @@ def forward(x):
 
 def spoil(x):
     return (x - 1.0).sqrt()  # whose gradient at 1 is infinite
-
-
-def wait_until(condition):
-    deadline = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < deadline, "it does not come to that"
-        time.sleep(0.005)
 
 
 def gradients_of(world, context_id):

@@ -22,6 +22,7 @@ import file_table
 import psutil
 import pytest
 import workers
+from helpers.waiting import wait_until
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -590,7 +591,5 @@ def test_who_could_not_be_let_in_at_once_is_let_in_later(caplog):
         with file_table.full():
             assert b.receive(0.05) is None
             assert "cannot accept a connection from another agent; will try again soon" in caplog.text
-        deadline = time.monotonic() + SOON
-        while (frames := b.receive(0.05)) is None:  # as an agent's threads wait: not for long
-            assert time.monotonic() < deadline
-        assert frames == [b"hello"]
+        # As an agent's threads wait: not for long.
+        assert wait_until(lambda: b.receive(0.05), within=SOON) == [b"hello"]

@@ -3,7 +3,7 @@
 import io
 
 import pytest
-from workers import eventually, eventually_is
+from helpers.waiting import wait_until
 
 import nbdist
 from nbdist.cluster.kernels.workers import StartError
@@ -34,10 +34,10 @@ def test_it_stays_with_its_cell_while_the_process_group_forms(cluster, capfd):
     cell = cluster.execute(STARTED, 0)
     cluster.rebuild_process_group()
     cluster.agent.ask("worker0", eval, "__import__('__main__').said.set()")
-    eventually(lambda: cluster.agent.ask("worker0", eval, "__import__('__main__').ended.is_set()"))
-    eventually_is("from the thread\n", lambda: printed(cell, "worker0"))
+    wait_until(lambda: cluster.agent.ask("worker0", eval, "__import__('__main__').ended.is_set()"))
+    wait_until(lambda: printed(cell, "worker0"), equals="from the thread\n")
     shown = io.StringIO()
-    eventually(lambda: shown.write(capfd.readouterr().out) >= 0 and "from a call of the thread" in shown.getvalue())
+    wait_until(lambda: shown.write(capfd.readouterr().out) >= 0 and "from a call of the thread" in shown.getvalue())
 
 
 def test_the_error_of_a_silent_request_is_not_shown_below_the_cell_before(cluster):

@@ -10,7 +10,8 @@ import time
 import psutil
 import pytest
 import torch
-from joined import cluster_on, until
+from helpers.waiting import wait_until
+from joined import cluster_on
 from other_hosts import can_make_hosts, hosts
 from relay import can_relay, relay
 
@@ -175,7 +176,7 @@ def test_a_line_that_is_dead_for_thirty_seconds_is_named(tmp_path, how):
             time.sleep(max(0.0, began + 30 - time.monotonic()))
         finally:
             others[0].mend() if how == "cut" else line.thaw()
-        until(lambda: not others[0].pids(), 20)
+        wait_until(lambda: not others[0].pids(), within=20)
         assert cluster.evaluate("rank", near) == int(near[-1])
         file = tmp_path / "another.json"
         cluster.invite(str(file))
@@ -197,5 +198,5 @@ def test_connections_of_a_host_without_power_are_closed(tmp_path):
         assert connections() >= 4
         other.cut()
         other.kill()
-        until(lambda: cluster.find("worker0").lost)
-        until(lambda: not connections(), 100)
+        wait_until(lambda: cluster.find("worker0").lost)
+        wait_until(lambda: not connections(), within=100)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from frontend import Notebook
+from helpers.waiting import wait_until
 
 import nbdist
 from nbdist.cluster.output import print_log
@@ -279,9 +280,7 @@ def test_what_was_printed_while_no_page_was_open(notebook, tmp_path):
     number = cell.reply["content"]["execution_count"]
     notebook.client.stop_channels()
     gate.touch()
-    deadline = time.monotonic() + 20
-    while not done.exists() and time.monotonic() < deadline:
-        time.sleep(0.01)
+    wait_until(done.exists)
     notebook.client = notebook.manager.client()
     notebook.client.start_channels()
     notebook.client.wait_for_ready(timeout=20)

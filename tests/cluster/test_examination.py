@@ -11,6 +11,7 @@ from dataclasses import replace
 import pytest
 import workers
 from frontend import Notebook
+from helpers.waiting import wait_until
 
 import nbdist
 from nbdist.errors import UsageError
@@ -68,7 +69,7 @@ def test_it_shows_itself_as_text_and_as_html(two):
 def test_a_busy_worker_takes_part(two):
     cell = two.execute("import time\nwhile True: time.sleep(0.01)", 0, block=False)
     try:
-        workers.eventually(lambda: "busy" in repr(two))
+        wait_until(lambda: "busy" in repr(two))
         found = two.examine()
         assert found.members[1].state == "busy"
         assert len(found.links) == 6

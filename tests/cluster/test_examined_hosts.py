@@ -6,7 +6,8 @@ import subprocess
 import threading
 
 import pytest
-from other_hosts import can_make_hosts, hosts, wait_for_file
+from helpers.waiting import wait_for_file
+from other_hosts import can_make_hosts, hosts
 
 import nbdist
 

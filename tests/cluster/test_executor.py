@@ -6,20 +6,20 @@ import gc
 import os
 import signal
 import threading
-import time
 import weakref
 from concurrent.futures import FIRST_COMPLETED, CancelledError, Executor, as_completed, wait
 from pathlib import Path
 
 import pytest
 import torch
+from helpers.waiting import wait_until
 
 import nbdist
 
 FUNCTIONS = """
 import os, time
 
-def wait_for(path, value=None):
+def hold_until(path, value=None):
     open(f"{path}.begun", "w").close()
     while not os.path.exists(path):
         time.sleep(0.01)
@@ -39,21 +39,13 @@ def cluster():
         yield cluster
 
 
-def until(condition):
-    """Wait until something is so, at most a minute."""
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
 def pids(cluster):
     return [worker.pid for worker in cluster.workers]
 
 
 def kill(worker):
     os.kill(worker.pid, signal.SIGKILL)
-    until(lambda: not worker.alive)
+    wait_until(lambda: not worker.alive)
 
 
 def lanes():
@@ -87,13 +79,13 @@ def test_a_task_that_has_ended_keeps_no_arguments(cluster):
     task = cluster.executor().submit(torch.sum, argument)
     del argument
     assert task.result(60) == 3
-    until(lambda: gc.collect() >= 0 and gone() is None)
+    wait_until(lambda: gc.collect() >= 0 and gone() is None)
 
 
 def test_a_task_goes_to_who_is_free(cluster, tmp_path):
     pool, path = cluster.executor(), tmp_path / "release"
-    slow = pool.submit(lambda path: wait_for(path, os.getpid()), str(path))  # noqa: F821
-    until(lambda: os.path.exists(f"{path}.begun"))
+    slow = pool.submit(lambda path: hold_until(path, os.getpid()), str(path))  # noqa: F821
+    wait_until(lambda: os.path.exists(f"{path}.begun"))
     (quick,) = set(pool.map(lambda _: os.getpid(), range(8)))
     assert not slow.done()
     path.touch()
@@ -110,9 +102,9 @@ def test_one_task_at_a_time_in_order_after_cells(cluster):
 def test_a_task_that_has_not_begun_can_be_cancelled(cluster, tmp_path):
     pool, path = cluster.executor("worker1"), tmp_path / "release"
     cluster.execute("ran = []", 1)
-    running = pool.submit(lambda path: wait_for(path, 5), str(path))  # noqa: F821
+    running = pool.submit(lambda path: hold_until(path, 5), str(path))  # noqa: F821
     dropped = pool.submit(lambda: ran.append(1))  # noqa: F821
-    until(lambda: os.path.exists(f"{path}.begun"))
+    wait_until(lambda: os.path.exists(f"{path}.begun"))
     assert not running.cancel()
     assert dropped.cancel()
     path.touch()
@@ -125,9 +117,9 @@ def test_a_task_that_has_not_begun_can_be_cancelled(cluster, tmp_path):
 def test_shutdown_waits_and_takes_no_more(cluster, tmp_path):
     path = tmp_path / "release"
     with cluster.executor(0) as pool:
-        running = pool.submit(lambda path: wait_for(path, 5), str(path))  # noqa: F821
+        running = pool.submit(lambda path: hold_until(path, 5), str(path))  # noqa: F821
         left = pool.submit(abs, -1)
-        until(lambda: os.path.exists(f"{path}.begun"))
+        wait_until(lambda: os.path.exists(f"{path}.begun"))
         pool.shutdown(wait=False, cancel_futures=True)
         assert left.cancelled()
         assert not running.done()
@@ -156,9 +148,9 @@ def test_tasks_of_a_worker_that_dies_go_to_one_that_was_restarted_meanwhile(clus
     path = tmp_path / "never"
     kill(cluster.workers[0])
     pool = cluster.executor()
-    running = pool.submit(lambda path: wait_for(path), str(path))  # noqa: F821
+    running = pool.submit(lambda path: hold_until(path), str(path))  # noqa: F821
     left = [pool.submit(os.getpid) for _ in range(3)]
-    until(lambda: os.path.exists(f"{path}.begun"))
+    wait_until(lambda: os.path.exists(f"{path}.begun"))
     cluster.restart()
     kill(cluster.workers[1])
     with pytest.raises(nbdist.WorkerLost):
@@ -172,8 +164,8 @@ def test_tasks_of_a_worker_that_dies_go_to_one_that_was_restarted_meanwhile(clus
 def test_a_worker_that_runs_a_cell_takes_no_task_from_others(cluster, tmp_path):
     path = tmp_path / "release"
     cluster.execute(FUNCTIONS)
-    cell = cluster.execute(f"wait_for({str(path)!r})", 0, block=False)
-    until(lambda: os.path.exists(f"{path}.begun"))
+    cell = cluster.execute(f"hold_until({str(path)!r})", 0, block=False)
+    wait_until(lambda: os.path.exists(f"{path}.begun"))
     tasks = [cluster.executor().submit(os.getpid) for _ in range(20)]
     assert [task.result(60) for task in tasks] == [cluster.workers[1].pid] * 20
     dropped, own = (cluster.executor(0).submit(os.getpid) for _ in range(2))
@@ -190,20 +182,20 @@ def silent_launcher(cluster):
     os.kill(parent, signal.SIGSTOP)
     yield
     os.kill(parent, signal.SIGCONT)
-    until(lambda: not cluster.workers[0].alive)
+    wait_until(lambda: not cluster.workers[0].alive)
     cluster.restart()
 
 
 def lose(worker, agent):
     """Kill a worker, and wait until the agent knows of its death."""
     os.kill(worker.pid, signal.SIGKILL)
-    until(lambda: agent.member(worker.incarnation) is None)
+    wait_until(lambda: agent.member(worker.incarnation) is None)
 
 
 def test_a_worker_whose_death_only_its_sockets_have_told_takes_no_task(cluster, silent_launcher, tmp_path):
     path, pool = tmp_path / "release", cluster.executor()
-    cell = cluster.execute(f"wait_for({str(path)!r})", 1, block=False)
-    until(lambda: os.path.exists(f"{path}.begun"))
+    cell = cluster.execute(f"hold_until({str(path)!r})", 1, block=False)
+    wait_until(lambda: os.path.exists(f"{path}.begun"))
     lose(cluster.workers[0], cluster.agent)
     assert cluster.workers[0].alive, "the test is about the time before this is known"
     tasks = [pool.submit(os.getpid) for _ in range(8)]
@@ -231,10 +223,10 @@ class LosesItsWorker:
 
 def test_a_task_whose_worker_is_lost_before_the_call_is_sent_goes_to_another(cluster, silent_launcher, tmp_path):
     path, pool = tmp_path / "release", cluster.executor()
-    cell = cluster.execute(f"wait_for({str(path)!r})", 1, block=False)
-    until(lambda: os.path.exists(f"{path}.begun"))
+    cell = cluster.execute(f"hold_until({str(path)!r})", 1, block=False)
+    wait_until(lambda: os.path.exists(f"{path}.begun"))
     task = pool.submit(abs, LosesItsWorker(cluster))
-    until(lambda: LosesItsWorker.lost == ("nbdist-tasks-worker0",))
+    wait_until(lambda: LosesItsWorker.lost == ("nbdist-tasks-worker0",))
     path.touch()
     cell.wait(60)
     assert (task.result(60), task.rank) == (7, 1)
@@ -255,7 +247,7 @@ def test_a_task_waits_for_a_worker_that_starts_again(cluster):
     kill(cluster.workers[0])
     restart = threading.Thread(target=cluster.restart, args=(0,))
     restart.start()
-    until(lambda: cluster.workers[0].alive)
+    wait_until(lambda: cluster.workers[0].alive)
     assert cluster.workers[0].state != "idle"
     task = cluster.executor(0).submit(os.getpid)
     restart.join(60)
@@ -266,13 +258,13 @@ def test_a_cluster_that_has_ended_fails_what_is_left(cluster, tmp_path):
     path = tmp_path / "never"
     cluster.execute(FUNCTIONS)
     pool = cluster.executor(0)
-    tasks = [pool.submit(lambda path: wait_for(path), str(path)) for _ in range(3)]  # noqa: F821
-    until(lambda: os.path.exists(f"{path}.begun"))
+    tasks = [pool.submit(lambda path: hold_until(path), str(path)) for _ in range(3)]  # noqa: F821
+    wait_until(lambda: os.path.exists(f"{path}.begun"))
     assert {"nbdist-tasks-worker0", "nbdist-tasks-worker1"} <= lanes()
     cluster.shutdown()  # this test is the last
     for task in tasks:
         assert isinstance(task.exception(60), nbdist.NbdistError)
     assert isinstance(pool.submit(abs, 1).exception(60), nbdist.UsageError)
-    until(lambda: not lanes())
+    wait_until(lambda: not lanes())
     with pytest.raises(nbdist.UsageError, match="has been shut down"):
         cluster.executor()

@@ -19,7 +19,8 @@ import psutil
 import pytest
 import torch
 from frontend import Notebook
-from joined import cluster_on, keeper_of, until
+from helpers.waiting import wait_until
+from joined import cluster_on, keeper_of
 from other_hosts import can_make_hosts, hosts
 
 import nbdist
@@ -77,7 +78,7 @@ def test_a_running_cluster_grows_by_one_and_by_two(keepers):
         assert {pool.submit(max, 1, 2).result() for _ in range(3)} == {2}
         assert len(cluster.view()) == 4
         cell = cluster.execute("while True: pass", "worker3", block=False)
-        until(lambda: cell.parts["worker3"].began)
+        wait_until(lambda: cell.parts["worker3"].began)
         cluster.interrupt("worker3")
         with pytest.raises(NbdistError, match="stopped in while True"):
             cell.wait(20)
@@ -95,7 +96,7 @@ def test_processes_that_come_together_all_become_workers(keepers):
         for _ in range(3):
             keepers.start(file=file)
         cluster.wait_for_workers(4, timeout=60)
-        until(lambda: "4 workers" in keepers.told[-1])
+        wait_until(lambda: "4 workers" in keepers.told[-1])
         assert sum_of_ranks(cluster) == [6.0] * 4
         assert len(keepers.told) <= 3
 
@@ -106,7 +107,7 @@ def test_a_running_cell_keeps_its_workers_and_the_group_forms_after_it(keepers):
         code += "total = torch.tensor(1.0); dist.all_reduce(total)\nprint('total', total.item(), world_size)"
         go = keepers.file.with_name("go")
         cell = cluster.execute(code.format(str(go)), block=False)
-        until(lambda: all(part.began for part in cell.parts.values()))
+        wait_until(lambda: all(part.began for part in cell.parts.values()))
         keepers.grow(cluster)
         assert keepers.told[-1].endswith("The process group is formed anew once worker0,1 can take part.")
         assert cluster.evaluate("world_size", "worker2") == 3
@@ -126,12 +127,12 @@ def test_cells_for_all_workers_and_workers_that_join_do_not_cross(keepers):
     with keepers.cluster() as cluster:
         with cluster.lifecycle.choosing() as token:  # as for a cell whose workers are chosen, and that is not sent yet
             keepers.another(cluster)
-            until(lambda: len(cluster.workers) == 2, 60)
+            wait_until(lambda: len(cluster.workers) == 2, within=60)
             time.sleep(0.5)
             assert not keepers.told
             assert cluster.evaluate("dist.get_world_size()", 0) == 1
         cluster.lifecycle.unsent.discard(token)
-        until(lambda: keepers.told)
+        wait_until(lambda: keepers.told)
         # Cells with a collective of all workers run one after another while the cluster grows.
         file = keepers.file.with_name("two.json")
         cluster.invite(str(file), uses=2)
@@ -152,16 +153,16 @@ def test_an_open_place_is_filled_before_the_cluster_grows(keepers):
         keepers.grow(cluster)
         # The process alone is killed: its keeper keeps the place, so a newcomer is another worker.
         cluster.signal("worker1", signal.SIGKILL)
-        until(lambda: cluster.find("worker1").lost)
+        wait_until(lambda: cluster.find("worker1").lost)
         keepers.grow(cluster)
         assert keepers.told[-1].endswith("4 workers. The process group is formed anew once worker1 can take part.")
         assert cluster.restart() == ["worker1"]
         assert sum_of_ranks(cluster) == [6.0] * 4
         # The keeper is killed: the place is open, and the newcomer waits for the restart.
         first.kill()
-        until(lambda: cluster.find("worker1").lost)
+        wait_until(lambda: cluster.find("worker1").lost)
         keepers.another(cluster)
-        until(lambda: len(cluster.lifecycle.launcher.hub.members) == 4)
+        wait_until(lambda: len(cluster.lifecycle.launcher.hub.members) == 4)
         time.sleep(0.5)
         assert len(cluster.workers) == 4
         assert cluster.restart() == ["worker1"]
@@ -176,12 +177,12 @@ def test_nobody_is_taken_in_while_a_keeper_is_silent(keepers):
         frozen = psutil.Process(silent.pid)
         frozen.suspend()
         keepers.another(cluster)
-        until(lambda: len(cluster.lifecycle.launcher.hub.members) == 3)
+        wait_until(lambda: len(cluster.lifecycle.launcher.hub.members) == 3)
         time.sleep(2)  # longer than a worker needs to join
         assert len(cluster.workers) == 2
         frozen.resume()
         cluster.wait_for_workers(3, timeout=60)
-        until(lambda: "3 workers" in keepers.told[-1])
+        wait_until(lambda: "3 workers" in keepers.told[-1])
         assert sum_of_ranks(cluster) == [3.0] * 3
 
 
@@ -196,9 +197,9 @@ def test_who_comes_before_a_dead_host_is_noticed_takes_its_place(tmp_path):
             cluster.invite(str(file))
             other.start("-m", "nbdist", "worker", "--connect", "-", stdin=file.read_bytes())
             if count == 2:
-                until(lambda: len(members) == 3)
+                wait_until(lambda: len(members) == 3)
                 assert not cluster.find("worker1").lost
-                until(lambda: cluster.find("worker1").lost, 30)
+                wait_until(lambda: cluster.find("worker1").lost, within=30)
                 assert cluster.restart() == ["worker1"]
         cluster.wait_for_workers(3, timeout=60)
         assert cluster.names == ["worker0", "worker1", "worker2"]
@@ -214,9 +215,9 @@ def test_a_newcomer_that_dies_leaves_no_trace(keepers):
         folder.mkdir()
         (folder / "slow").touch()
         process = keepers.another(cluster, cwd=folder)
-        until(lambda: cluster.lifecycle.launcher.placed.keys() >= {"worker1"})
+        wait_until(lambda: cluster.lifecycle.launcher.placed.keys() >= {"worker1"})
         process.kill()
-        until(lambda: keepers.told)
+        wait_until(lambda: keepers.told)
         assert keepers.told[0].startswith("worker1 could not join the running cluster: ")
         assert cluster.names == ["worker0"]
         keepers.grow(cluster)
@@ -251,11 +252,11 @@ def test_a_newcomer_that_fails_does_not_send_another_one_away(keepers):
         members = cluster.lifecycle.launcher.hub.members
         with cluster._changes.changing:
             bad = keepers.another(cluster, cwd=folder)
-            until(lambda: len(members) == 2)
+            wait_until(lambda: len(members) == 2)
             good = keepers.another(cluster)
-            until(lambda: len(members) == 3)
+            wait_until(lambda: len(members) == 3)
         cluster.wait_for_workers(2, timeout=60)
-        until(lambda: len(keepers.told) == 2)
+        wait_until(lambda: len(keepers.told) == 2)
         assert "could not join the running cluster: " in keepers.told[0]
         assert "a bad place" in keepers.told[0]
         assert keepers.told[1].startswith("worker1 joined from ")
@@ -269,7 +270,7 @@ def test_a_cluster_without_a_process_group_grows(keepers):
     with keepers.cluster(backend="none") as cluster:
         keepers.grow(cluster)
         assert keepers.told[0].endswith("; 2 workers.")
-        until(lambda: cluster.evaluate("(world_size, __import__('os').environ['WORLD_SIZE'])") == [(2, "2")] * 2)
+        wait_until(lambda: cluster.evaluate("(world_size, __import__('os').environ['WORLD_SIZE'])") == [(2, "2")] * 2)
 
 
 @pytest.mark.soak
@@ -326,23 +327,23 @@ def test_workers_of_this_host_are_joined_by_others(keepers):
         assert sum_of_ranks(cluster) == [3.0] * 3
         # A worker of this host dies, then all of them with their keeper: they start here again, beside a newcomer.
         cluster.signal("worker1", signal.SIGKILL)
-        until(lambda: cluster.find("worker1").lost)
+        wait_until(lambda: cluster.find("worker1").lost)
         assert cluster.restart() == ["worker1"]
         os.kill(keeper_of(cluster, "worker0").record.pid, signal.SIGKILL)
-        until(lambda: cluster.find("worker0").lost and cluster.find("worker1").lost)
+        wait_until(lambda: cluster.find("worker0").lost and cluster.find("worker1").lost)
         keepers.grow(cluster)
         assert cluster.names[-1] == "worker3"
         assert cluster.restart() == ["worker0", "worker1"]
         assert sum_of_ranks(cluster) == [6.0] * 4
         # The place of a worker that has joined is filled by another that joins.
         first.kill()
-        until(lambda: cluster.find("worker2").lost)
+        wait_until(lambda: cluster.find("worker2").lost)
         keepers.another(cluster)
         assert cluster.restart() == ["worker2"]
         assert sum_of_ranks(cluster) == [6.0] * 4
         folder, here = cluster.folder, keeper_of(cluster, "worker0").record.pid
     assert not os.path.exists(folder)
-    until(lambda: not psutil.pid_exists(here))
+    wait_until(lambda: not psutil.pid_exists(here))
 
 
 def test_a_start_on_this_host_that_fails_says_why(monkeypatch):
@@ -375,7 +376,7 @@ def test_a_shutdown_while_a_worker_joins_leaves_nothing(keepers):
     with keepers.cluster() as cluster:
         folder = cluster.folder
         process = keepers.another(cluster)
-        until(lambda: cluster.lifecycle.launcher.wanted or len(cluster.lifecycle.launcher.placed) > 1, 60)
+        wait_until(lambda: cluster.lifecycle.launcher.wanted or len(cluster.lifecycle.launcher.placed) > 1, within=60)
     assert process.wait(20) is not None
     assert not os.path.exists(folder)
     assert not [thread for thread in threading.enumerate() if thread.name == "nbdist-growing" and thread.is_alive()]
@@ -396,7 +397,7 @@ def test_a_worker_of_another_host_joins_and_its_place_is_filled_again(tmp_path):
                 module = nbdist.nn.RemoteModule("worker1", torch.nn.Linear, (3, 2))
                 assert module.forward(torch.ones(1, 3)).shape == (1, 2)
                 other.kill()
-                until(lambda: cluster.find("worker1").lost, 30)
+                wait_until(lambda: cluster.find("worker1").lost, within=30)
             else:
                 assert cluster.restart() == ["worker1"]
         assert len(cluster.workers) == 2

@@ -13,7 +13,7 @@ import msgspec
 import psutil
 import pytest
 import torch.distributed as dist
-import workers
+from helpers.waiting import wait_until
 from msgspec import structs
 from other_hosts import can_make_hosts
 
@@ -105,7 +105,7 @@ def test_a_ray_that_does_not_start_leaves_no_process(monkeypatch, error):
     def fail(**options):
         for name in ("/lib/ray/raylet", "/home/ray/other"):
             began.append(subprocess.Popen([sys.executable, "-c", sleep, name]))
-            workers.eventually(psutil.Process(began[-1].pid).cmdline)  # the kernel shows it a little later
+            wait_until(psutil.Process(began[-1].pid).cmdline)  # the kernel shows it a little later
         raise error
 
     with pytest.raises((UsageError, KeyboardInterrupt)):

@@ -11,6 +11,7 @@ import time
 
 import pytest
 from frontend import COLOUR
+from helpers.waiting import wait_for_error, wait_until
 
 import nbdist
 from nbdist.cluster.whereabouts import place
@@ -125,15 +126,6 @@ def press_stop(cluster):
     return thread
 
 
-def wait_for(cell):
-    """Wait for a cell's end, and return its error."""
-    deadline = time.monotonic() + LIMIT
-    while not cell.done:
-        assert time.monotonic() < deadline, f"{cell} stands still"
-        time.sleep(0.01)
-    return cell.error()
-
-
 def expect_stopped(error, call="Tensor.backward()"):
     """Check the error of a cell that an interrupt has ended in this call."""
     assert type(error).__name__ == "KeyboardInterrupt", error
@@ -188,7 +180,7 @@ def test_cluster_interrupt_ends_ddps_backward(cluster):
     cell = cluster.execute(STEP, 0, block=False)
     reach_wait(cluster)
     cluster.interrupt("worker0")
-    expect_stopped(wait_for(cell))
+    expect_stopped(wait_for_error(cell))
 
 
 def test_an_interrupt_during_the_computation_ends_the_wait_after_it(cluster):
@@ -202,18 +194,16 @@ def test_an_interrupt_during_the_computation_ends_the_wait_after_it(cluster):
         "(value.sum() * ddp(x).sum()).backward()"
     )
     cell = cluster.execute(code, 0, block=False)
-    deadline = time.monotonic() + LIMIT
-    while not cluster.agent.ask("worker0", eval, "getattr(__import__('__main__'), 'computes', False)"):
-        assert time.monotonic() < deadline
+    wait_until(lambda: cluster.agent.ask("worker0", eval, "getattr(__import__('__main__'), 'computes', False)"))
     cluster.interrupt("worker0")
-    expect_stopped(wait_for(cell))
+    expect_stopped(wait_for_error(cell))
 
 
 def test_the_death_of_the_partner_ends_ddps_backward(cluster):
     cell = cluster.execute(STEP, 0, block=False)
     reach_wait(cluster)
     os.kill(cluster.find("worker1").pid, signal.SIGKILL)
-    error = wait_for(cell)
+    error = wait_for_error(cell)
     assert isinstance(error, nbdist.WorkerLost), error
     assert "worker1" in str(error)
 
@@ -234,13 +224,10 @@ def test_a_call_in_a_backward_pass_is_stopped(cluster):
     )
     cell = cluster.execute(code, 0, block=False)
     spins = "getattr(__import__('__main__'), 'spins', None)"
-    deadline = time.monotonic() + LIMIT
-    while not cluster.agent.ask("worker1", eval, spins):
-        assert time.monotonic() < deadline
+    wait_until(lambda: cluster.agent.ask("worker1", eval, spins))
     cell.cancel()
-    assert type(wait_for(cell)).__name__ == "KeyboardInterrupt"
-    while cluster.agent.ask("worker1", eval, spins):
-        assert time.monotonic() < deadline
+    assert type(wait_for_error(cell)).__name__ == "KeyboardInterrupt"
+    wait_until(lambda: not cluster.agent.ask("worker1", eval, spins))
 
 
 def test_wrappers_of_a_group_before_a_restart_say_that_they_are_old(cluster):
@@ -248,7 +235,7 @@ def test_wrappers_of_a_group_before_a_restart_say_that_they_are_old(cluster):
     cell = cluster.execute(STEP, 0, block=False)
     reach_wait(cluster)
     cell.cancel()
-    expect_stopped(wait_for(cell))
+    expect_stopped(wait_for_error(cell))
     cluster.restart(process_group=True)
     for model in ("ddp", "hooked"):  # torch checks less for the first one, which has run on worker0 only
         with pytest.raises(nbdist.GroupError, match=r"from before the last %dist_restart.*wrap models again") as ended:

@@ -10,6 +10,7 @@ import time
 
 import pytest
 import workers
+from helpers.waiting import wait_until
 
 import nbdist
 from nbdist.cluster.interrupting import Interrupts
@@ -65,9 +66,7 @@ WORK = {
 
 def reach(ready):
     """Return when ``ready()``, and a worker that has said so has come into the wait that follows."""
-    deadline = time.monotonic() + LIMIT
-    while not ready() and time.monotonic() < deadline:
-        time.sleep(0.01)
+    wait_until(ready, within=LIMIT)
     time.sleep(0.3)  # from the mark into the wait: of that nothing tells
 
 
@@ -75,8 +74,10 @@ def press_when(way, cluster, ready):
     """Interrupt in another thread as soon as ``ready()``; return that thread."""
 
     def press():
-        reach(ready)
-        WAYS[way](cluster)
+        try:
+            reach(ready)
+        finally:  # the test fails, but does not wait for ever
+            WAYS[way](cluster)
 
     thread = threading.Thread(target=press)
     thread.start()
@@ -138,10 +139,7 @@ def test_half_a_tensor_whose_sender_stands_still_ends(cluster, tmp_path, way):
 def test_a_cell_that_has_not_begun_does_not_run(cluster, way):
     first = cluster.execute("time.sleep(600)", 0, block=False)
     second = cluster.execute("second = True", 0, block=False)
-    deadline = time.monotonic() + LIMIT
-    while first.parts["worker0"].began is None:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_until(lambda: first.parts["worker0"].began is not None)
     WAYS[way](cluster)
     for cell in (first, second):
         with pytest.raises(nbdist.NbdistError) as ended:
@@ -214,10 +212,7 @@ def test_an_interrupt_leaves_one_group_which_says_so_and_others_work_on(cluster,
 def test_interrupt_ends_calls_that_a_worker_runs_for_others(cluster, tmp_path):
     cluster.push({"mark": str(tmp_path / "mark")}, "worker0")
     cell = cluster.execute(WORK["a call"], "worker0", block=False)
-    deadline = time.monotonic() + LIMIT
-    while not (tmp_path / "mark").exists():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_until(lambda: (tmp_path / "mark").exists())
     cluster.interrupt("worker1")
     with pytest.raises(nbdist.NbdistError, match="KeyboardInterrupt"):
         cell.wait(LIMIT)

@@ -15,7 +15,7 @@ import tracemalloc
 import pytest
 import torch
 import zmq
-from other_hosts import wait_for_file
+from helpers.waiting import wait_for_file
 
 import nbdist
 from nbdist import rpc

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from joined import cluster_on, until
-from other_hosts import can_make_hosts, hosts, wait_for_file
+from helpers.waiting import wait_for_file, wait_until
+from joined import cluster_on
+from other_hosts import can_make_hosts, hosts
 
 import nbdist
 from nbdist import rpc
@@ -62,9 +63,9 @@ def test_all_ends_when_the_notebook_is_killed(tmp_path):
         assert folder.is_dir()
         notebook.kill()
         notebook.wait()
-        until(lambda: not folder.exists(), 5)
+        wait_until(lambda: not folder.exists(), within=5)
         assert keeper.wait(25) == 1
-        until(lambda: not other.pids())
+        wait_until(lambda: not other.pids())
 
 
 @on_hosts
@@ -92,7 +93,7 @@ def test_workers_that_cannot_reach_each_other_are_named_and_a_restart_of_one_joi
     work = "import torch, time\nwhile True: dist.all_reduce(torch.ones(3)); time.sleep(0.01)"
     with hosts(2) as (address, others), cluster_on(others, address, tmp_path) as cluster:
         cell = cluster.execute(work, block=False)
-        until(lambda: all(part.began for part in cell.parts.values()))
+        wait_until(lambda: all(part.began for part in cell.parts.values()))
         others[0].part_from(others[1])
         with pytest.raises(WorkerLost, match=r"(?s)worker1 has been silent for 12.*`%dist_restart worker1` starts it"):
             cell.wait(40)
@@ -159,6 +160,6 @@ def test_a_worker_that_freezes_is_lost_after_twelve_seconds_and_can_be_restarted
         with pytest.raises(WorkerLost, match=r"worker1 has been silent for 12"):
             rpc.rpc_sync("worker1", eval, args=("1",), timeout=0)
         assert 10 < time.monotonic() - began < 20
-        until(lambda: cluster.find("worker1").lost)
+        wait_until(lambda: cluster.find("worker1").lost)
         assert cluster.restart() == ["worker1"]
         assert cluster.evaluate("rank", "worker1") == 1

@@ -12,8 +12,8 @@ import threading
 import time
 
 import pytest
-from joined import Keepers, keeper_of, until
-from other_hosts import wait_for_file
+from helpers.waiting import wait_for_file, wait_until
+from joined import Keepers, keeper_of
 
 import nbdist
 from nbdist.cluster.kernels.workers import StartError
@@ -40,12 +40,12 @@ def test_ctrl_c_during_a_shutdown_leaves_nothing_open(keepers):
 def test_a_restart_that_nobody_could_serve_in_time_is_forgotten(keepers):
     with keepers.cluster(addresses=["127.0.0.1", "127.0.0.1"]) as cluster:
         os.kill(keeper_of(cluster, "worker1").record.pid, signal.SIGKILL)
-        until(lambda: cluster.find("worker1").lost)
+        wait_until(lambda: cluster.find("worker1").lost)
         limit(cluster, 1.0)
         with pytest.raises(StartError, match=r"worker1 \(last step: starting\); 1 worker must be started"):
             cluster.restart()
         keepers.another(cluster)
-        until(lambda: len(cluster.lifecycle.launcher.hub.members) == 2)
+        wait_until(lambda: len(cluster.lifecycle.launcher.hub.members) == 2)
         time.sleep(0.5)
         assert not keeper_of(cluster, "worker0").workers - {"worker0"}
         assert cluster.find("worker1").lost, "nobody waits for it, so it must not have started"
@@ -58,7 +58,7 @@ def test_a_restart_that_nobody_could_serve_in_time_is_forgotten(keepers):
 def test_a_restart_says_at_once_that_somebody_must_start_the_worker(keepers):
     with keepers.cluster(addresses=["127.0.0.1", "127.0.0.1"]) as cluster:
         os.kill(keeper_of(cluster, "worker1").record.pid, signal.SIGKILL)
-        until(lambda: cluster.find("worker1").lost)
+        wait_until(lambda: cluster.find("worker1").lost)
         said = []
 
         def read(line):  # who reads the line starts the worker for which the restart waits
@@ -77,12 +77,12 @@ def test_a_restart_says_at_once_that_somebody_must_start_the_worker(keepers):
 def test_a_worker_without_a_place_does_not_keep_others_from_theirs(keepers):
     with keepers.cluster(addresses=["127.0.0.1", "127.0.0.1"]) as cluster:
         os.kill(keeper_of(cluster, "worker0").record.pid, signal.SIGKILL)
-        until(lambda: cluster.find("worker0").lost)
+        wait_until(lambda: cluster.find("worker0").lost)
         limit(cluster, 1.0)
         with pytest.raises(StartError, match="worker0"):
             cluster.restart(["worker0"])
         cluster.signal("worker1", signal.SIGKILL)
-        until(lambda: cluster.find("worker1").lost)
+        wait_until(lambda: cluster.find("worker1").lost)
         limit(cluster, 60.0)
         assert cluster.restart(["worker1"]) == ["worker1"]
 
@@ -93,12 +93,12 @@ def test_rank_0_takes_the_address_of_the_master_along(keepers):
         before = cluster.evaluate(address)
         assert before[0] == before[1] == keeper_of(cluster, "worker0").address
         os.kill(keeper_of(cluster, "worker0").record.pid, signal.SIGKILL)
-        until(lambda: cluster.find("worker0").lost)
+        wait_until(lambda: cluster.find("worker0").lost)
         keepers.another(cluster, address="127.0.0.4")
         assert cluster.restart(["worker0", "worker1"]) == ["worker0", "worker1"]
         assert cluster.evaluate(address) == ["127.0.0.4", "127.0.0.4"]
         os.kill(keeper_of(cluster, "worker0").record.pid, signal.SIGKILL)
-        until(lambda: cluster.find("worker0").lost)
+        wait_until(lambda: cluster.find("worker0").lost)
         keepers.another(cluster, address="127.0.0.5")
         assert cluster.restart(["worker0"]) == ["worker0"]
         assert cluster.evaluate(address) == ["127.0.0.5", "127.0.0.5"], "a worker that lives must learn it, too"
@@ -108,13 +108,13 @@ def test_a_keeper_that_dies_while_it_starts_a_worker_leaves_it_to_another(keeper
     (keepers.folder / "slow_to_import.py").write_text("import time\ntime.sleep(3)\n")
 
     def start() -> None:
-        until(lambda: hasattr(cluster, "lifecycle"))
+        wait_until(lambda: hasattr(cluster, "lifecycle"))
         launcher = cluster.lifecycle.launcher
         file = keepers.folder / "two.json"
         launcher.hub.invite(60, 2).write(file)
         keepers.start(file=file)
         keepers.start(file=file)
-        until(lambda: len(launcher.hub.members) == 2 and launcher.placed)
+        wait_until(lambda: len(launcher.hub.members) == 2 and launcher.placed)
         time.sleep(1)  # it imports
         os.kill(launcher.placed["worker0"].member.record.pid, signal.SIGKILL)
 

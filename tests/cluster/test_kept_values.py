@@ -4,7 +4,7 @@ import gc
 
 import psutil
 import pytest
-from workers import eventually_is
+from helpers.waiting import wait_until
 
 import nbdist
 from nbdist.cluster.kernels import routing
@@ -29,16 +29,16 @@ def test_a_value_that_some_workers_lack_is_kept_on_none(cluster):
     cluster.execute("y = torch.ones(3)", 0)
     with pytest.raises(NameError):
         cluster.pull("y")
-    eventually_is([0, 0], lambda: kept(cluster))
+    wait_until(lambda: kept(cluster), equals=[0, 0])
     with pytest.raises(NameError):
         cluster.execute("y", keep=True)
-    eventually_is([0, 0], lambda: kept(cluster))
+    wait_until(lambda: kept(cluster), equals=[0, 0])
 
 
 def test_a_value_whose_cell_is_interrupted_is_kept_on_none(cluster):
     with pytest.raises(TimeoutError):
         cluster.evaluate("__import__('time').sleep(600 * rank)", timeout=1)
-    eventually_is([0, 0], lambda: kept(cluster))
+    wait_until(lambda: kept(cluster), equals=[0, 0])
 
 
 def test_no_names_give_an_empty_dict(cluster):
@@ -49,7 +49,7 @@ def test_no_names_give_an_empty_dict(cluster):
 def test_a_value_that_cannot_be_sent_is_not_kept(cluster):
     with pytest.raises(nbdist.NbdistError):
         cluster.evaluate("__import__('threading').Lock()")
-    eventually_is([0, 0], lambda: kept(cluster))
+    wait_until(lambda: kept(cluster), equals=[0, 0])
 
 
 def test_values_are_kept_as_long_as_the_handle_of_the_cell(cluster, monkeypatch):
@@ -61,7 +61,7 @@ def test_values_are_kept_as_long_as_the_handle_of_the_cell(cluster, monkeypatch)
     assert kept(cluster) == [1, 1]
     del cell
     gc.collect()
-    eventually_is([0, 0], lambda: kept(cluster))
+    wait_until(lambda: kept(cluster), equals=[0, 0])
 
 
 def test_any_number_of_values_is_kept(cluster):

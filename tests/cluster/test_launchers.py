@@ -13,7 +13,8 @@ from pathlib import Path
 import psutil
 import pytest
 from frontend import Notebook
-from other_hosts import can_make_hosts, hosts, wait_for_file
+from helpers.waiting import wait_for_file
+from other_hosts import can_make_hosts, hosts
 from python_path import python_path
 
 import nbdist

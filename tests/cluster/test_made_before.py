@@ -9,7 +9,7 @@ import threading
 import time
 
 import torch
-from joined import until
+from helpers.waiting import wait_until
 
 from nbdist import autograd as dist_autograd
 from nbdist import rpc
@@ -46,7 +46,7 @@ def test_executors_and_views_of_all_workers_use_the_new_one(keepers):
         release = keepers.folder / "release"
         code = f"while not __import__('os').path.exists({str(release)!r}): __import__('time').sleep(0.01)"
         busy = [every.submit(exec, code) for _ in range(2)]
-        until(lambda: all(each.rank is not None for each in busy))
+        wait_until(lambda: all(each.rank is not None for each in busy))
         waiting, refused = every.submit(eval, RANK), some.submit(eval, RANK)
         keepers.grow(cluster)
         assert waiting.result(20) == 2, "a task that was queued before runs on the new worker"
@@ -78,25 +78,25 @@ def test_views_that_are_open_show_the_new_worker(keepers, capsys):
     with keepers.cluster() as cluster:
         view = PanelView(Panel(cluster))
         view.receive({"press": "looking"})
-        until(lambda: [row["name"] for row in view.snapshot["rows"]] == ["worker0"])
+        wait_until(lambda: [row["name"] for row in view.snapshot["rows"]] == ["worker0"])
         timeline = cluster.timeline()
         watcher = Watcher()
         rpc.rpc_sync("worker0", print, args=("from the old one",))
         keepers.grow(cluster)
         # The panel samples by itself while somebody looks.
         view.receive({"press": "looking"})
-        until(lambda: [row["name"] for row in view.look()["rows"]] == ["worker0", "worker1"])
-        until(lambda: [row["name"] for row in view.snapshot["rows"]] == ["worker0", "worker1"])
+        wait_until(lambda: [row["name"] for row in view.look()["rows"]] == ["worker0", "worker1"])
+        wait_until(lambda: [row["name"] for row in view.snapshot["rows"]] == ["worker0", "worker1"])
         cell = cluster.execute("while True: pass", 1, block=False)
-        until(lambda: view.look()["rows"][1]["state"] == "busy")
+        wait_until(lambda: view.look()["rows"][1]["state"] == "busy")
         view.receive({"press": "interrupt", "worker": "worker1"})
-        until(lambda: cell.done)
+        wait_until(lambda: cell.done)
         assert "worker1" in repr(StatusTable(*collect(cluster)))
         assert [memory.name for memory in holdings.collect().workers] == ["worker0", "notebook", "worker1"]
         # A watch that began before sees a pass that the new worker begins.
         with watcher:
             cluster.execute(STEP, 1)
-            until(lambda: watcher.state == "over")
+            wait_until(lambda: watcher.state == "over")
         assert "worker1" in repr(watcher)
         # The timeline has what the new worker did, and what it does after a restart.
         rpc.rpc_sync("worker1", time.sleep, args=(0.01,))
@@ -109,7 +109,7 @@ def test_views_that_are_open_show_the_new_worker(keepers, capsys):
         assert "missing" not in repr(timeline)
         # Output of the new worker's calls belongs to this program, which has called others before.
         rpc.rpc_sync("worker1", print, args=("from the new one",))
-        until(lambda: "[worker1] from the new one\n" in capsys.readouterr().out)
+        wait_until(lambda: "[worker1] from the new one\n" in capsys.readouterr().out)
 
 
 def test_a_timeline_records_workers_that_start_again(keepers):
@@ -117,7 +117,9 @@ def test_a_timeline_records_workers_that_start_again(keepers):
         with cluster.timeline() as timeline:
             rpc.rpc_sync("worker1", time.sleep, args=(0.01,))
             cluster.restart("worker1")
-            until(lambda: cluster.find("worker1").incarnation in {record.incarnation for record in timeline._records})
+            wait_until(
+                lambda: cluster.find("worker1").incarnation in {record.incarnation for record in timeline._records}
+            )
             rpc.rpc_sync("worker1", max, args=(1, 2))
         assert timeline.workers == ["worker0", "worker1", "notebook"]
         assert [entry.name for entry in timeline.noted if entry.agent == "worker1"] == ["max"]
@@ -132,7 +134,7 @@ def test_calls_of_a_new_worker_do_not_time_out_while_a_pass_is_paused(keepers):
         thread = threading.Thread(target=dist_autograd.backward, args=(context, [loss]))
         thread.start()
         try:
-            until(lambda: watcher.paused)
+            wait_until(lambda: watcher.paused)
             keepers.grow(cluster)
             cluster.execute("rpc.rpc_sync('worker0', __import__('time').sleep, args=(2,), timeout=0.5)", 1)
         finally:

@@ -10,6 +10,7 @@ import time
 
 import pytest
 import workers
+from helpers.waiting import wait_for_error, wait_for_marks
 
 import nbdist
 
@@ -35,24 +36,6 @@ def three(cluster):
 
 def kill(cluster, name="worker2"):
     os.kill(cluster.find(name).pid, signal.SIGKILL)
-
-
-def wait_for(cell):
-    """Wait until a cell that does not block has ended; its error."""
-    deadline = time.monotonic() + LIMIT
-    while not cell.done:
-        assert time.monotonic() < deadline, f"{cell} stands still"
-        time.sleep(0.01)
-    return cell.error()
-
-
-def reach(tmp_path, *names):
-    """Wait until these workers have said that they are at the collective."""
-    deadline = time.monotonic() + LIMIT
-    while not all((tmp_path / name).exists() for name in names):
-        assert time.monotonic() < deadline, f"not all of {names} came"
-        time.sleep(0.01)
-    time.sleep(0.3)  # from there into the C++ code: of that nothing tells
 
 
 def expect_lost(error):
@@ -81,11 +64,11 @@ def test_a_worker_that_waits_for_a_living_one_leaves_with_worker_lost(three, tmp
     # Rank 0 is late, and it lives: nothing that gloo itself notices ends worker1's wait.
     late = three.execute("time.sleep(600)", 0, block=False)
     cell = three.execute(f"{at(tmp_path)}\n{COLLECTIVES[collective]}", 1, block=False)
-    reach(tmp_path, "worker1")
+    wait_for_marks(tmp_path, "worker1")
     kill(three)
-    error = wait_for(cell)
+    error = wait_for_error(cell)
     late.cancel()
-    wait_for(late)
+    wait_for_error(late)
     expect_lost(error)
     shown = "\n".join(error.traceback)
     assert "torch's error was RuntimeError: " in shown
@@ -96,9 +79,9 @@ def test_a_worker_that_waits_for_a_living_one_leaves_with_worker_lost(three, tmp
 
 def test_all_that_wait_leave_and_the_cell_is_lost_as_a_whole(three, tmp_path):
     cell = three.execute(f"{at(tmp_path)}\nif rank == 2: time.sleep(600)\ndist.barrier()", block=False)
-    reach(tmp_path, "worker0", "worker1", "worker2")
+    wait_for_marks(tmp_path, "worker0", "worker1", "worker2")
     kill(three)
-    error = wait_for(cell)
+    error = wait_for_error(cell)
     assert type(error).__name__ == "WorkerLost", error
     assert {error.worker: error.name for error in error.errors} == dict.fromkeys(three.names, "WorkerLost")
 
@@ -106,7 +89,7 @@ def test_all_that_wait_leave_and_the_cell_is_lost_as_a_whole(three, tmp_path):
 def test_a_late_one_finds_the_collective_over(three, tmp_path):
     kill(three)
     cell = three.execute("time.sleep(1); dist.barrier()", [0, 1], block=False)
-    error = wait_for(cell)
+    error = wait_for_error(cell)
     assert isinstance(error, nbdist.WorkerLost), error
     assert "worker2" in str(error)
 
@@ -120,11 +103,11 @@ def test_inside_of_a_users_try_the_error_is_torchs_own(three, tmp_path):
         "    caught = type(error).__name__, 'gloo' in str(error)\n"
     )
     cell = three.execute(f"{at(tmp_path)}\n{code}", 1, block=False)
-    reach(tmp_path, "worker1")
+    wait_for_marks(tmp_path, "worker1")
     kill(three)
-    assert wait_for(cell) is None
+    assert wait_for_error(cell) is None
     late.cancel()
-    wait_for(late)
+    wait_for_error(late)
     assert three.evaluate("caught", 1) == ("RuntimeError", True)
 
 
@@ -137,9 +120,9 @@ def test_a_call_that_is_served_leaves_with_worker_lost(three, tmp_path):
         f"rpc.rpc_sync('worker1', receive, args=('{tmp_path}/worker1',))"
     )
     cell = three.execute(code, 0, block=False)
-    reach(tmp_path, "worker1")
+    wait_for_marks(tmp_path, "worker1")
     kill(three)
-    error = wait_for(cell)
+    error = wait_for_error(cell)
     expect_lost(error)
     shown = "\n".join(error.traceback)
     assert "raised on worker1" in shown
@@ -161,19 +144,19 @@ def test_a_receiver_of_half_a_tensor_leaves_with_worker_lost(three, tmp_path, wa
     # they find as much as the connection holds, and its end.
     three.execute("large = torch.ones(10_000_000)")
     cell = three.execute(f"{at(tmp_path)}\n{LARGE[way]}", [0, 1], block=False)
-    reach(tmp_path, "worker0", "worker1")
+    wait_for_marks(tmp_path, "worker0", "worker1")
     receivers = [three.find(name).pid for name in ("worker0", "worker1")]
     try:
         for pid in receivers:
             workers.stop(pid)
         three.execute(f"{at(tmp_path)}\n{LARGE[way]}", 2, block=False)
-        reach(tmp_path, "worker2")
+        wait_for_marks(tmp_path, "worker2")
         kill(three)
         assert three.find("worker2").exited.wait(LIMIT)
     finally:
         for pid in receivers:
             os.kill(pid, signal.SIGCONT)
-    error = wait_for(cell)
+    error = wait_for_error(cell)
     assert {each.worker: each.name for each in error.errors} == dict.fromkeys(("worker0", "worker1"), "WorkerLost")
     expect_lost(error)
 
@@ -189,38 +172,38 @@ def test_a_group_with_the_dead_ends_and_one_without_works_on(three, tmp_path):
         [0, 1],
         block=False,
     )
-    reach(tmp_path, "worker1")
+    wait_for_marks(tmp_path, "worker1")
     kill(three)
-    assert wait_for(spanning) is None
+    assert wait_for_error(spanning) is None
     assert three.evaluate("t.item()", [0, 1]) == [2.0, 2.0]
-    error = wait_for(three.execute("dist.barrier(group=with_dead)", 1, block=False))
+    error = wait_for_error(three.execute("dist.barrier(group=with_dead)", 1, block=False))
     expect_lost(error)
-    error = wait_for(three.execute("dist.barrier()", [0, 1], block=False))
+    error = wait_for_error(three.execute("dist.barrier()", [0, 1], block=False))
     expect_lost(error)
-    assert wait_for(three.execute("dist.barrier(group=without)", [0, 1], block=False)) is None
+    assert wait_for_error(three.execute("dist.barrier(group=without)", [0, 1], block=False)) is None
 
 
 def test_a_receiver_in_a_group_with_the_dead_leaves_it(three, tmp_path):
     three.execute("whole = dist.new_group([0, 1, 2])")
     cell = three.execute(f"{at(tmp_path)}\ndist.recv(torch.ones(1), src=0, group=whole)", 1, block=False)
-    reach(tmp_path, "worker1")
+    wait_for_marks(tmp_path, "worker1")
     kill(three)
-    error = wait_for(cell)
+    error = wait_for_error(cell)
     expect_lost(error)
 
 
 def test_a_group_that_forms_with_the_dead_ends_and_says_what_to_do(three, tmp_path):
     cell = three.execute(f"{at(tmp_path)}\ndist.new_group([0, 1])", 1, block=False)
-    reach(tmp_path, "worker1")
+    wait_for_marks(tmp_path, "worker1")
     kill(three)
-    error = wait_for(cell)
+    error = wait_for_error(cell)
     expect_lost(error)
 
 
 def test_after_forming_anew_collectives_work_in_old_and_new_workers(three):
     three.execute("dist.barrier()")
     kill(three)
-    error = wait_for(three.execute("dist.barrier()", [0, 1], block=False))
+    error = wait_for_error(three.execute("dist.barrier()", [0, 1], block=False))
     assert isinstance(error, nbdist.WorkerLost)
     three.restart(process_group=True)
     three.execute("t = torch.ones(1); dist.all_reduce(t)\npair = dist.new_group([0, 2])")
@@ -247,7 +230,7 @@ def test_fifty_kills_at_random_moments_of_collectives(cluster):
         victims = dice.sample(cluster.names, dice.choice([1, 2]))
         for victim in victims:
             kill(cluster, victim)
-        wait_for(cell)
+        wait_for_error(cell)
         for error in cell.errors:
             assert error.name == "WorkerLost", error
             assert any(victim in error.text for victim in victims)

@@ -17,7 +17,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from nccl_waits import LIMIT, MARK, reach, wait_for
+from helpers.waiting import LIMIT, MARK, wait_for_error, wait_for_marks, wait_until
 
 import nbdist
 from nbdist.cluster.worker import collective_errors, collectives, gloo, nccl
@@ -59,9 +59,9 @@ STANDS = MARK + "dist.all_reduce(torch.ones(1))\ngpu.item()\nafterwards = True"
 def test_an_interrupt_ends_a_wait_for_the_gpu_and_the_group_forms_anew(cluster, folder, abort):
     (folder / abort).touch()
     cell = cluster.execute(STANDS, 0, block=False)
-    reach(folder, 0)
+    wait_for_marks(folder, 0)
     cluster.interrupt("worker0")
-    error = wait_for(cell)
+    error = wait_for_error(cell)
     assert type(error).__name__ == "KeyboardInterrupt", error
     assert "worker0: its process group was aborted, and forms anew once all workers are idle" in error.traceback
     assert cluster.evaluate("'afterwards' in globals()", 0) is False
@@ -72,20 +72,20 @@ def test_a_cell_that_goes_on_after_the_interrupt_ends_well_once_the_abort_is_don
     (folder / "late").touch()
     wait = "try:\n    gpu.item()\nexcept KeyboardInterrupt:\n    print('it goes on')"
     cell = cluster.execute(f"{MARK}dist.all_reduce(torch.ones(1))\n{wait}", 0, block=False)
-    reach(folder, 0)
+    wait_for_marks(folder, 0)
     cluster.interrupt("worker0")
-    assert wait_for(cell) is None
+    assert wait_for_error(cell) is None
     cluster.execute("t = torch.ones(1); dist.all_reduce(t); gpu.item(); assert t.item() == 3", timeout=LIMIT)
 
 
 def test_a_second_interrupt_during_the_abort_changes_nothing(cluster, folder):
     (folder / "late").touch()
     cell = cluster.execute(STANDS, 0, block=False)
-    reach(folder, 0)
+    wait_for_marks(folder, 0)
     cluster.interrupt("worker0")
     time.sleep(1)  # the abort takes 4 s; the second request to break off finds nothing more to do
     cluster.interrupt("worker0")
-    error = wait_for(cell)
+    error = wait_for_error(cell)
     time.sleep(1)  # the second answer may come after the cell's end
     assert "worker0: its process group was aborted, and forms anew once all workers are idle" in error.traceback
     cluster.execute("t = torch.ones(1); dist.all_reduce(t); gpu.item(); assert t.item() == 3", timeout=LIMIT)
@@ -94,16 +94,16 @@ def test_a_second_interrupt_during_the_abort_changes_nothing(cluster, folder):
 def test_an_interrupt_ends_a_call_that_waits_for_the_gpu(cluster, folder):
     cluster.execute(f"def stand():\n    {MARK.strip()}\n    dist.all_reduce(torch.ones(1))\n    gpu.item()")
     cell = cluster.execute("rpc.rpc_sync('worker1', stand)", 0, block=False, quiet=True)
-    reach(folder, 1)
+    wait_for_marks(folder, 1)
     cluster.interrupt("worker0")
-    assert type(wait_for(cell)).__name__ == "KeyboardInterrupt"
+    assert type(wait_for_error(cell)).__name__ == "KeyboardInterrupt"
 
 
 def test_a_death_ends_waits_for_the_gpu_with_worker_lost(cluster, folder):
     cell = cluster.execute(STANDS, [0, 1], block=False)
-    reach(folder, 0, 1)
+    wait_for_marks(folder, 0, 1)
     os.kill(cluster.find("worker2").pid, signal.SIGKILL)
-    error = wait_for(cell)
+    error = wait_for_error(cell)
     for each in error.errors:
         assert each.name == "WorkerLost", each
         assert "worker2" in str(each)
@@ -120,9 +120,9 @@ def test_a_death_does_not_disturb_those_that_do_not_wait_for_the_gpu(cluster, fo
         cluster.execute(f"dist.all_reduce(torch.ones(1), async_op=True)\n{MARK}{code[rank]}", rank, block=False)
         for rank in code
     ]
-    reach(folder, 0, 1)
+    wait_for_marks(folder, 0, 1)
     os.kill(cluster.find("worker2").pid, signal.SIGKILL)
-    assert [wait_for(cell) for cell in cells] == [None, None]
+    assert [wait_for_error(cell) for cell in cells] == [None, None]
     assert cluster.evaluate("ended", [0, 1]) == ["slept", "computed"]
     with pytest.raises(nbdist.WorkerLost, match="worker2"):
         cluster.execute("dist.all_reduce(torch.ones(1))", 0)
@@ -131,9 +131,9 @@ def test_a_death_does_not_disturb_those_that_do_not_wait_for_the_gpu(cluster, fo
 def test_a_death_ends_a_call_that_waits_for_the_gpu(cluster, folder):
     cluster.execute(f"def stand():\n    {MARK.strip()}\n    dist.all_reduce(torch.ones(1))\n    gpu.item()")
     cell = cluster.execute("rpc.rpc_sync('worker1', stand)", 0, block=False)
-    reach(folder, 1)
+    wait_for_marks(folder, 1)
     os.kill(cluster.find("worker2").pid, signal.SIGKILL)
-    error = wait_for(cell)
+    error = wait_for_error(cell)
     assert isinstance(error, nbdist.WorkerLost), error
     assert "worker2" in str(error)
 
@@ -141,9 +141,9 @@ def test_a_death_ends_a_call_that_waits_for_the_gpu(cluster, folder):
 def test_inside_of_a_users_try_the_error_is_a_runtime_error(cluster, folder):
     code = "try:\n    gpu.item()\nexcept RuntimeError as error:\n    caught = str(error)"
     cell = cluster.execute(f"{MARK}dist.all_reduce(torch.ones(1))\n{code}", 0, block=False)
-    reach(folder, 0)
+    wait_for_marks(folder, 0)
     os.kill(cluster.find("worker2").pid, signal.SIGKILL)
-    assert wait_for(cell) is None
+    assert wait_for_error(cell) is None
     assert "a collective of NCCL was aborted" in cluster.evaluate("caught", 0)
 
 
@@ -151,18 +151,15 @@ def test_an_abort_that_does_not_return_restarts_the_worker(cluster, folder):
     (folder / "never").touch()
     before = cluster.find("worker0").pid
     cell = cluster.execute(STANDS, 0, block=False)
-    reach(folder, 0)
+    wait_for_marks(folder, 0)
     cluster.interrupt("worker0")
-    error = wait_for(cell)
+    error = wait_for_error(cell)
     assert isinstance(error, nbdist.WorkerLost), error
     assert str(error).startswith(
         "worker0 was restarted, because an abort of NCCL's collectives did not return within 5 s\nrun the cell again"
     )
     (folder / "never").unlink()
-    deadline = time.monotonic() + LIMIT
-    while cluster.find("worker0").state != "idle":
-        assert time.monotonic() < deadline, cluster
-        time.sleep(0.01)
+    wait_until(lambda: cluster.find("worker0").state, equals="idle")
     assert cluster.find("worker0").pid != before
     cluster.rebuild_process_group()
 
@@ -170,9 +167,9 @@ def test_an_abort_that_does_not_return_restarts_the_worker(cluster, folder):
 def test_an_abort_after_a_death_that_does_not_return_restarts_the_worker(cluster, folder):
     (folder / "never").touch()
     cell = cluster.execute(STANDS, 0, block=False)
-    reach(folder, 0)
+    wait_for_marks(folder, 0)
     os.kill(cluster.find("worker2").pid, signal.SIGKILL)
-    error = wait_for(cell)
+    error = wait_for_error(cell)
     assert isinstance(error, nbdist.WorkerLost), error
     assert "worker0 was restarted, because an abort of NCCL's collectives did not return within 5 s" in str(error)
     (folder / "never").unlink()
@@ -181,9 +178,9 @@ def test_an_abort_after_a_death_that_does_not_return_restarts_the_worker(cluster
 def test_a_communicator_that_is_not_made_after_a_death_restarts_the_worker(cluster, folder):
     (folder / "making").touch()
     cell = cluster.execute(f"{MARK}dist.all_reduce(torch.ones(1))", 0, block=False)
-    reach(folder, 0)
+    wait_for_marks(folder, 0)
     os.kill(cluster.find("worker2").pid, signal.SIGKILL)
-    error = wait_for(cell, 2 * LIMIT)
+    error = wait_for_error(cell, 2 * LIMIT)
     assert isinstance(error, nbdist.WorkerLost), error
     assert "worker0 was restarted, because a collective of NCCL did not end, although a member had died" in str(error)
     (folder / "making").unlink()

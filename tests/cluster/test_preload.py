@@ -5,7 +5,7 @@ import subprocess
 import sys
 
 import pytest
-from workers import eventually
+from helpers.waiting import wait_until
 
 import nbdist
 from nbdist.cluster.kernels.workers import StartError
@@ -34,7 +34,7 @@ def test_a_first_training_step_imports_hardly_anything_where_the_start_left_time
     monkeypatch.setattr(local, "PRELOAD_IDLE", (*local.PRELOAD_IDLE, "said_last"))
     local.discard()
     local.prepare()
-    eventually((tmp_path / "said").exists)
+    wait_until((tmp_path / "said").exists)
     imported = "set(__import__('sys').modules)"
     with nbdist.Cluster(1, backend="none") as cluster:
         before = cluster.evaluate(imported, 0)

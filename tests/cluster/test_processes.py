@@ -16,7 +16,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-import workers
+from helpers.waiting import wait_until
 from python_path import python_path
 
 from nbdist.cluster.processes.worker_processes import Processes, describe_exit
@@ -35,7 +35,7 @@ class Owned:
         return self.processes.start(name, f"entries:{entry}", arguments, {**os.environ, **environment}).result(30)
 
     def end_of(self, name: str) -> int:
-        workers.eventually(lambda: name in self.ends)
+        wait_until(lambda: name in self.ends)
         return self.ends[name]
 
 
@@ -56,7 +56,7 @@ def gone(pid: int) -> bool:
 
 
 def read(path: Path) -> str:
-    workers.eventually(path.exists)
+    wait_until(path.exists)
     return path.read_text()
 
 
@@ -214,7 +214,7 @@ def test_a_worker_has_the_owners_surroundings(owned, tmp_path):
     assert facts["stdin"] == ""
     assert facts["preloaded"] == facts["frozen"] == owned.processes.ready().forks
     assert facts["collects"]
-    workers.eventually(lambda: owned.processes.log("worker0").read_text() == "told\nand complained\n")
+    wait_until(lambda: owned.processes.log("worker0").read_text() == "told\nand complained\n")
     assert owned.end_of("worker0") == 0
 
 
@@ -310,7 +310,7 @@ def test_what_a_killed_worker_started_in_its_session_ends_with_it(owned, tmp_pat
     child, stray = (int(pid) for pid in read(tmp_path / "children").split())
     owned.processes.signal("worker0", signal.SIGKILL)
     owned.end_of("worker0")
-    workers.eventually(lambda: gone(child))
+    wait_until(lambda: gone(child))
     assert not gone(stray)  # it asked to stay; the end of the cluster is the end of it too
 
 
@@ -318,7 +318,7 @@ def test_the_death_of_the_zygote_is_the_workers_death(owned):
     pids = [owned.start("worker0", "sleep"), owned.start("worker1", "hold_the_gil")]
     os.kill(owned.processes.pid, signal.SIGKILL)
     assert owned.end_of("worker0") == owned.end_of("worker1") == -signal.SIGKILL
-    workers.eventually(lambda: all(gone(pid) for pid in pids))
+    wait_until(lambda: all(gone(pid) for pid in pids))
     with pytest.raises(WorkerLost, match="has ended"):
         owned.start("worker0", "sleep")
 
@@ -394,7 +394,7 @@ def test_the_end_of_a_zygote_that_reads_nothing(deaf):
     deaf.processes.close(0.5)
     with pytest.raises(WorkerLost):
         future.result(30)
-    workers.eventually(lambda: not any(thread.name == "nbdist-to-zygote" for thread in threading.enumerate()))
+    wait_until(lambda: not any(thread.name == "nbdist-to-zygote" for thread in threading.enumerate()))
 
 
 def test_a_zygote_that_fails_says_why(owned):
@@ -447,7 +447,7 @@ def test_nothing_is_left_of_a_killed_owner(tmp_path, entry, fork):
         owner.kill()
         owner.wait()
     try:
-        workers.eventually(lambda: all(gone(pid) for pid in pids) and not folder.exists())
+        wait_until(lambda: all(gone(pid) for pid in pids) and not folder.exists())
     finally:
         for pid in sons:
             os.kill(pid, signal.SIGKILL)

@@ -6,7 +6,7 @@ import threading
 from types import SimpleNamespace
 
 import pytest
-from workers import eventually, eventually_is
+from helpers.waiting import wait_until
 
 import nbdist
 from nbdist.cluster.worker.values import PushedValues
@@ -45,7 +45,7 @@ def test_an_interrupted_push_leaves_nothing(cluster):
             return int, (1,)
 
     def press():
-        eventually(lambda: arrived(cluster) == [1, 1])
+        wait_until(lambda: arrived(cluster) == [1, 1])
         os.kill(os.getpid(), signal.SIGINT)
 
     pressing = threading.Thread(target=press)
@@ -53,7 +53,7 @@ def test_an_interrupted_push_leaves_nothing(cluster):
     with pytest.raises(KeyboardInterrupt):
         cluster.push({"pushed": KeepsBusy()})
     pressing.join()
-    eventually_is([0, 0], lambda: arrived(cluster))
+    wait_until(lambda: arrived(cluster), equals=[0, 0])
     busy[0].cancel()
     assert cluster.evaluate("'pushed' in globals()") == [False, False]
 
@@ -61,7 +61,7 @@ def test_an_interrupted_push_leaves_nothing(cluster):
 def test_a_push_that_one_worker_cannot_read_leaves_nothing_on_the_others(cluster):
     with pytest.raises(nbdist.NbdistError):
         cluster.push({"pushed": FailsOnTheFirst()})
-    eventually_is([0, 0], lambda: arrived(cluster))
+    wait_until(lambda: arrived(cluster), equals=[0, 0])
     assert cluster.evaluate("'pushed' in globals()") == [False, False]
 
 

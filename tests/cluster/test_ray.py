@@ -14,6 +14,7 @@ from types import SimpleNamespace
 
 import psutil
 import pytest
+from helpers.waiting import wait_until
 from other_hosts import can_make_hosts, hosts
 from python_path import python_path
 
@@ -71,13 +72,6 @@ def ray():
         ray.shutdown()
 
 
-def until(happened, within: float = 20.0) -> None:
-    deadline = time.monotonic() + within
-    while not happened():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
 def test_a_ray_without_room_says_what_it_has_and_keeps_nothing(ray):
     cluster = nbdist.Cluster(3, launcher="ray", timeout=2)
     with pytest.raises(ResourceError, match=r"Ray has room for 2 of 3 workers: 1 node with 2 free CPUs\. It waited"):
@@ -86,7 +80,9 @@ def test_a_ray_without_room_says_what_it_has_and_keeps_nothing(ray):
     with nbdist.Cluster(2, launcher="ray") as cluster:
         assert cluster.evaluate("rank") == [0, 1]
     assert ray.is_initialized()
-    until(lambda: ray.available_resources().get("CPU") == 2)  # Ray gives a placement group's place back a little later
+    wait_until(
+        lambda: ray.available_resources().get("CPU") == 2
+    )  # Ray gives a placement group's place back a little later
 
 
 def test_a_line_says_what_the_autoscaler_does_once_for_each_change(ray, monkeypatch):
@@ -146,7 +142,7 @@ def test_each_worker_has_the_actor_that_was_made_for_it(ray, monkeypatch):
             assert parent_of_keeper(cluster, name) == pid_of_actor(ray, placed.actor)
         (keeper,) = psutil.Process(parent_of_keeper(cluster, "worker1")).children()
         keeper.kill()
-        until(lambda: cluster.find("worker1").lost)
+        wait_until(lambda: cluster.find("worker1").lost)
         assert cluster.restart() == ["worker1"]
         assert cluster.evaluate("rank") == [0, 1]
 
@@ -157,12 +153,12 @@ def test_a_keeper_that_never_comes_is_told_of_at_once_and_tried_again(ray):
         launcher = cluster.lifecycle.launcher
         (keeper,) = psutil.Process(parent_of_keeper(cluster, "worker0")).children()
         keeper.kill()
-        until(lambda: cluster.find("worker0").lost)
+        wait_until(lambda: cluster.find("worker0").lost)
 
         def kill_the_next() -> None:
-            until(lambda: launcher.actors and pid_of_actor(ray, launcher.actors["worker0"].actor))
+            wait_until(lambda: launcher.actors and pid_of_actor(ray, launcher.actors["worker0"].actor))
             actor = psutil.Process(pid_of_actor(ray, launcher.actors["worker0"].actor))
-            until(lambda: any("nbdist" in each.cmdline() for each in actor.children()))
+            wait_until(lambda: any("nbdist" in each.cmdline() for each in actor.children()))
             for each in actor.children():
                 each.kill()
 
@@ -190,7 +186,7 @@ def test_an_actor_that_dies_before_its_keeper_comes_is_asked_for_again(ray, monk
             threading.Thread(target=kill, args=(placed.actor,)).start()
 
     def kill(actor) -> None:
-        until(lambda: pid_of_actor(ray, actor))
+        wait_until(lambda: pid_of_actor(ray, actor))
         os.kill(pid_of_actor(ray, actor), signal.SIGKILL)
 
     monkeypatch.setattr(RayLauncher, "make_actor", make_one_that_dies)
@@ -218,7 +214,7 @@ def test_a_start_without_rays_head_fails_at_once(ray, monkeypatch):
     with nbdist.Cluster(1, launcher="ray", timeout=60) as cluster:
         (keeper,) = psutil.Process(parent_of_keeper(cluster, "worker0")).children()
         keeper.kill()
-        until(lambda: cluster.find("worker0").lost)
+        wait_until(lambda: cluster.find("worker0").lost)
         with monkeypatch.context() as patch:
             patch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(gcs_address="127.0.0.1:1"))
             with pytest.raises(ResourceError, match=r"Ray cannot start worker0: its head at 127\.0\.0\.1:1 cannot be"):

@@ -8,7 +8,7 @@ from functools import partial
 import psutil
 import pytest
 import zmq
-from joined import until
+from helpers.waiting import wait_until
 
 from nbdist.cluster.hosts.hub import Hub
 from nbdist.cluster.jupyter.relay import Relay
@@ -76,7 +76,7 @@ def test_a_relay_that_has_no_room_uses_no_processor(connection, output):
     time.sleep(0.5)
     assert seconds_of_cpu(lambda: time.sleep(0.5)) < 0.25
     let.set()
-    until(lambda: len(carried) == 100)
+    wait_until(lambda: len(carried) == 100)
     relay.close()
 
 
@@ -106,8 +106,8 @@ def test_a_worker_that_floods_a_notebook_that_stands_still_is_bounded(keepers, t
         takes.clear()
         printed = tmp_path / "printed"
         cell = cluster.execute(f"PRINTED = {str(printed)!r}\n{FLOOD}", block=False)
-        until(printed.exists, 60)
-        until(partial(rests, keeper), 60)  # nothing tells when the relay has read all of it
+        wait_until(printed.exists, within=60)
+        wait_until(partial(rests, keeper), within=60)  # nothing tells when the relay has read all of it
         assert keeper.memory_info().rss - before < 120 * MB
         takes.set()
         cell.wait()

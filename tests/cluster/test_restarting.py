@@ -4,7 +4,7 @@ import time
 
 import psutil
 import pytest
-from workers import eventually
+from helpers.waiting import wait_until
 
 import nbdist
 
@@ -43,10 +43,7 @@ def three(shared):
 def kill(cluster, rank):
     worker = cluster.workers[rank]
     psutil.Process(worker.pid).kill()
-    deadline = time.monotonic() + LIMIT
-    while worker.lost is None or not worker.ended.is_set():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_until(lambda: worker.lost is not None and worker.ended.is_set())
 
 
 def fail(cluster, code, targets=None):
@@ -153,6 +150,6 @@ def test_a_restart_names_the_workers_that_it_waits_for(three):
 
     three.on_joined = read
     busy = three.execute("import time; begun = True; time.sleep(600)", 1, block=False)
-    eventually(lambda: three.agent.ask("worker1", eval, "'begun' in __import__('__main__').__dict__"))
+    wait_until(lambda: three.agent.ask("worker1", eval, "'begun' in __import__('__main__').__dict__"))
     three.restart(process_group=True)
     assert said == [f"The process group forms once all workers are idle: worker1 runs In[{busy.number}]"]

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-import workers
+from helpers.waiting import wait_until
 
 from nbdist.cluster.processes.run_directory import make_folder, remove_folder
 
@@ -57,7 +57,7 @@ def test_a_run_directory_stays_as_long_as_its_owner_lives(base, container):
             remove_folder(make_folder())
             return set(base.glob("*cluster-*"))
 
-        workers.eventually_is({own}, left)  # the kernel ends a container a little after its first process
+        wait_until(left, equals={own})  # the kernel ends a container a little after its first process
     finally:
         os.killpg(owner.pid, signal.SIGKILL)
         owner.wait()

@@ -7,6 +7,7 @@ import threading
 import time
 
 import pytest
+from helpers.waiting import wait_until
 
 import nbdist
 from nbdist.cluster.cell_sender import CellSender
@@ -175,9 +176,7 @@ def test_an_interrupt_just_behind_the_sending_reaches_the_workers(monkeypatch):
             sent = soon(function, *args)
             if getattr(function, "__func__", None) is CellSender.send:
                 monkeypatch.undo()
-                deadline = time.monotonic() + 10
-                while cluster.workers[0].state != "busy" and time.monotonic() < deadline:
-                    time.sleep(0.01)
+                wait_until(lambda: cluster.workers[0].state, equals="busy")
                 time.sleep(0.3)
                 raise KeyboardInterrupt
             return sent

@@ -20,7 +20,8 @@ import crowd
 import psutil
 import pytest
 import zmq
-from joined import cluster_on, until
+from helpers.waiting import wait_until
+from joined import cluster_on
 from other_hosts import can_make_hosts, hosts
 
 from nbdist import rpc
@@ -191,7 +192,7 @@ def test_a_crowd_of_strangers_gets_nowhere(tmp_path, count):
             here, there, _ = footprints(cluster)
             return here <= files and there <= worker_files
 
-        until(files_are_closed, 30)
+        wait_until(files_are_closed, within=30)
         grown = footprints(cluster)[2] - memory
         for name, times in (("before", before), ("during", during)):
             tenth = times[len(times) * 9 // 10]

@@ -28,7 +28,7 @@ def notebook(shared):
     shared.end_all()
 
 
-def until(notebook, told, magic="%dist_stacks"):
+def until_told(notebook, told, magic="%dist_stacks"):
     notebook.until(lambda: re.search(told, notebook.run(magic).stdout), what=told)
 
 
@@ -37,7 +37,7 @@ def test_equal_threads_share_their_lines_and_a_collective_says_who_is_missing(no
         "%%remote -a\ndef train():\n    dist.all_reduce(torch.ones(3))\nif rank == 1:\n    while True: pass\ntrain()"
     )
     at = re.escape(cell.name)
-    until(
+    until_told(
         notebook,
         rf"worker1 has not come to all_reduce #1 \({at}:3\), float32\[3\], default group\.\n"
         rf"worker0,2: MainThread, in dist\.all_reduce\(\)\n"
@@ -55,7 +55,7 @@ def test_an_rpc_thread_is_shown_with_its_call_and_a_lock_with_its_holder(noteboo
         "%%remote 0\nfrom nbdist import rpc\na, b = (rpc.rpc_async('worker1', slow) for _ in range(2))"
     )
     place = re.escape(f"{cell.name}:6")
-    until(
+    until_told(
         notebook,
         rf"worker1: \S+, serves slow for worker0, [^,]*, waits for the lock `turn`, which \S+ holds at {place}\n",
         "%dist_stacks worker1",
@@ -70,7 +70,7 @@ def test_a_worker_that_keeps_the_gil_is_seen_from_outside(notebook):
     code = "%%remote 1 -a\nimport ctypes\ndef keep():\n    ctypes.PyDLL(None).sleep(9)\nkeep()"
     cell = notebook.run(code)
     at = re.escape(cell.name)
-    until(
+    until_told(
         notebook,
         rf"worker1: MainThread, while a thread holds the GIL; the others are not seen\n"
         rf"    {at}:4 in keep: ctypes[^\n]*\n    {at}:5: keep\(\)\n",
@@ -81,10 +81,10 @@ def test_a_worker_that_keeps_the_gil_is_seen_from_outside(notebook):
 def test_a_worker_that_is_dead_or_stopped_says_so(notebook):
     pid = int(notebook.run("%remote 2 __import__('os').getpid()").result)
     os.kill(pid, signal.SIGSTOP)
-    until(notebook, r"worker2 does not answer: it starts, has been stopped", "%dist_stacks 2")
+    until_told(notebook, r"worker2 does not answer: it starts, has been stopped", "%dist_stacks 2")
     os.kill(pid, signal.SIGCONT)
     os.kill(pid, signal.SIGKILL)
-    until(notebook, r"worker2 was killed by SIGKILL", "%dist_stacks 2")
+    until_told(notebook, r"worker2 was killed by SIGKILL", "%dist_stacks 2")
 
 
 # -- in this process ------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from pathlib import Path
 import file_table
 import psutil
 import pytest
+from helpers.waiting import wait_until
 from python_path import python_path
 
 import nbdist
@@ -38,12 +39,8 @@ def start(way, meeting):
 def nothing_is_left(runtime):
     assert not rpc.api.is_initialized()
     assert nbdist.Cluster.current is None
-    left = {path.name for path in Path(runtime).iterdir()} - {"secret", "filler"}
-    deadline = time.monotonic() + 20
-    while left or psutil.Process().children():
-        assert time.monotonic() < deadline, (left, psutil.Process().children())
-        time.sleep(0.05)
-        left = {path.name for path in Path(runtime).iterdir()} - {"secret", "filler"}
+    wait_until(lambda: {path.name for path in Path(runtime).iterdir()} - {"secret", "filler"}, equals=set())
+    wait_until(psutil.Process().children, equals=[])
 
 
 # --- runtime directories --------------------------------------------------------------------------

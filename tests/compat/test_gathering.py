@@ -4,6 +4,7 @@ import threading
 import time
 
 import pytest
+from helpers.waiting import wait_until
 
 from nbdist import Interrupted, RpcTimeout, UnknownWorker, WorkerLost
 from nbdist.compat import gathering
@@ -49,13 +50,6 @@ class Gatherings:
             thread.join(until - time.monotonic())
             assert not thread.is_alive(), f"{name} still waits"
         return self.results
-
-
-def wait_for(condition):
-    until = time.monotonic() + WITHIN
-    while not condition():
-        assert time.monotonic() < until
-        time.sleep(0.01)
 
 
 def has_part_of(agent, name):
@@ -122,7 +116,7 @@ def test_all_members_learn_of_a_loss(lost, size):
         gatherings = Gatherings(world)
         waiting = [name for name in names[:-1] if name != names[lost]]
         gatherings.begin(waiting, names)
-        wait_for(lambda: has_part_of(gatherings.agents[names[max(lost - 1, 0) // 16]], names[lost - 1]) or not lost)
+        wait_until(lambda: has_part_of(gatherings.agents[names[max(lost - 1, 0) // 16]], names[lost - 1]) or not lost)
         world.kill(int(names[lost].removeprefix("worker")))
         for name, result in gatherings.ends().items():
             assert isinstance(result, WorkerLost), name

@@ -9,7 +9,6 @@ import os
 import re
 import signal
 import threading
-import time
 import tokenize
 from concurrent.futures import Future
 from pathlib import Path
@@ -17,6 +16,7 @@ from pathlib import Path
 import frontend
 import pytest
 import torch
+from helpers.waiting import wait_until
 
 import nbdist
 from nbdist.cluster.executor import Task
@@ -31,7 +31,7 @@ MOST_LINES = 420  # strings under attributes count, too
 FUNCTIONS = """
 import os, time
 
-def wait_for(path):
+def hold_until(path):
     while not os.path.exists(path):
         time.sleep(0.01)
     return os.getpid()
@@ -107,7 +107,7 @@ def test_maps_keep_the_order(view, balanced):
 
 def test_a_balanced_task_goes_to_who_is_free(cluster, balanced, tmp_path):
     release = tmp_path / "release"
-    slow = balanced.apply_async(ipp.Reference("wait_for"), str(release))
+    slow = balanced.apply_async(ipp.Reference("hold_until"), str(release))
     quick = balanced.map_async(lambda _: os.getpid(), range(8))
     pids = set(quick.get(60))
     assert not slow.ready()
@@ -184,10 +184,7 @@ def test_an_error_has_the_workers_own_type(view, balanced):
 def test_interrupt_ends_a_task(cluster, tmp_path):
     begun = tmp_path / "begun"
     running = cluster.view(0).apply_async(ipp.Reference("run_for_ever"), str(begun))
-    deadline = time.monotonic() + 60
-    while not begun.exists():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_until(lambda: begun.exists())
     cluster.interrupt()
     with pytest.raises(nbdist.RemoteError, match="KeyboardInterrupt"):
         running.get(60)
@@ -220,10 +217,7 @@ def test_every_other_name_raises_and_says_what_to_write(cluster, view, owner, na
 def test_a_worker_that_dies_fails_its_own_tasks_and_takes_no_others(cluster, balanced):
     one = cluster.view(0)
     os.kill(cluster.workers[0].pid, signal.SIGKILL)
-    deadline = time.monotonic() + 60
-    while cluster.workers[0].alive:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_until(lambda: not cluster.workers[0].alive)
     assert set(balanced.map_sync(lambda _: os.getpid(), range(20))) == {cluster.workers[1].pid}
     with pytest.raises(nbdist.WorkerLost):
         one.apply_sync(os.getpid)

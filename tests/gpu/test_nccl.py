@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 
 import pytest
-from nccl_waits import LIMIT, MARK, reach, wait_for
+from helpers.waiting import LIMIT, MARK, wait_for_error, wait_for_marks, wait_until
 
 import nbdist
 
@@ -64,10 +64,10 @@ def test_ddp_over_nccl_computes_what_one_process_does(cluster):
 
 def test_an_interrupt_ends_a_wait_for_the_gpu_and_the_group_forms_anew(cluster, tmp_path):
     cell = cluster.execute(STANDS, 0, block=False)
-    reach(tmp_path, 0, then=1.0)
+    wait_for_marks(tmp_path, 0, then=1.0)
     began = time.monotonic()
     cluster.interrupt("worker0")
-    error = wait_for(cell)
+    error = wait_for_error(cell)
     print(f"an interrupt ended the wait after {time.monotonic() - began:.2f} s")
     assert type(error).__name__ == "KeyboardInterrupt", error
     assert "worker0: its process group was aborted, and forms anew once all workers are idle" in error.traceback
@@ -79,24 +79,21 @@ def test_an_interrupt_ends_a_call_that_waits_for_the_gpu(cluster, tmp_path):
     body = MARK.strip() + "\n    t = torch.ones(1, device=device)\n    dist.all_reduce(t)\n    t.item()"
     cluster.execute(f"def stand():\n    {body}")
     cell = cluster.execute("rpc.rpc_sync('worker1', stand)", 0, block=False, quiet=True)
-    reach(tmp_path, 0, then=1.0)  # the function is sent by value, with worker0's rank
+    wait_for_marks(tmp_path, 0, then=1.0)  # the function is sent by value, with worker0's rank
     generation = "rpc.api.current_agent().named.find('collectives').generation"
     before = cluster.evaluate(generation, 0)
     cluster.interrupt("worker0")
-    assert type(wait_for(cell)).__name__ == "KeyboardInterrupt"
-    deadline = time.monotonic() + LIMIT
-    while cluster.evaluate(generation) != [before + 1] * 2:  # the call ends a moment after the cell
-        assert time.monotonic() < deadline
-        time.sleep(0.2)
+    assert type(wait_for_error(cell)).__name__ == "KeyboardInterrupt"
+    wait_until(lambda: cluster.evaluate(generation), equals=[before + 1] * 2)
     cluster.execute(SUM, timeout=LIMIT)
 
 
 def test_a_death_ends_a_wait_for_the_gpu_with_worker_lost(cluster, tmp_path):
     cell = cluster.execute(STANDS, 0, block=False)
-    reach(tmp_path, 0, then=1.0)
+    wait_for_marks(tmp_path, 0, then=1.0)
     began = time.monotonic()
     os.kill(cluster.find("worker1").pid, signal.SIGKILL)
-    error = wait_for(cell)
+    error = wait_for_error(cell)
     print(f"a death ended the wait after {time.monotonic() - began:.2f} s")
     assert isinstance(error, nbdist.WorkerLost), error
     assert "worker1" in str(error)
@@ -110,9 +107,9 @@ def test_a_death_does_not_disturb_a_worker_that_does_not_wait_for_the_gpu(cluste
     code = "x = 0\nend = time.monotonic() + 4\nwhile time.monotonic() < end: x += 1\nended = 'computed'"
     begun = "t = torch.ones(1, device=device)\nwork = dist.all_reduce(t, async_op=True)\n"
     cell = cluster.execute(f"{begun}{MARK}{code}", 0, block=False)
-    reach(tmp_path, 0, then=1.0)
+    wait_for_marks(tmp_path, 0, then=1.0)
     os.kill(cluster.find("worker1").pid, signal.SIGKILL)
-    assert wait_for(cell) is None
+    assert wait_for_error(cell) is None
     assert cluster.evaluate("ended", 0) == "computed"
     with pytest.raises(nbdist.WorkerLost, match="worker1"):
         cluster.execute("dist.all_reduce(torch.ones(1, device=device))", 0, timeout=LIMIT)
@@ -121,9 +118,9 @@ def test_a_death_does_not_disturb_a_worker_that_does_not_wait_for_the_gpu(cluste
 def test_inside_of_a_users_try_the_error_is_a_runtime_error(cluster, tmp_path):
     code = "try:\n    t.item()\nexcept RuntimeError as error:\n    caught = str(error)"
     cell = cluster.execute(f"{MARK}t = torch.ones(1, device=device)\ndist.all_reduce(t)\n{code}", 0, block=False)
-    reach(tmp_path, 0, then=1.0)
+    wait_for_marks(tmp_path, 0, then=1.0)
     os.kill(cluster.find("worker1").pid, signal.SIGKILL)
-    assert wait_for(cell) is None
+    assert wait_for_error(cell) is None
     assert "a collective of NCCL was aborted" in cluster.evaluate("caught", 0)
 
 
@@ -131,8 +128,8 @@ def test_a_communicator_that_is_not_made_after_a_death_restarts_the_worker(clust
     """The new group has no communicator yet; its first collective waits for a member that dies."""
     cluster.execute("group = dist.new_group(backend='nccl')", timeout=LIMIT)
     cell = cluster.execute(f"t = torch.ones(1, device=device)\n{MARK}dist.all_reduce(t, group=group)", 0, block=False)
-    reach(tmp_path, 0, then=1.0)
+    wait_for_marks(tmp_path, 0, then=1.0)
     os.kill(cluster.find("worker1").pid, signal.SIGKILL)
-    error = wait_for(cell, 2 * LIMIT)
+    error = wait_for_error(cell, 2 * LIMIT)
     assert isinstance(error, nbdist.WorkerLost), error
     assert "worker0 was restarted, because a collective of NCCL did not end, although a member had died" in str(error)

@@ -1,9 +1,8 @@
 """Tensors between workers that share a GPU: copied once on the GPU, and never by way of the host."""
 
-import time
-
 import pytest
 import torch
+from helpers.waiting import wait_until
 
 import nbdist
 
@@ -130,10 +129,7 @@ def test_blocks_come_back(cluster):
     cluster.execute(
         "for n in range(200):\n    rpc.rpc_sync('worker1', torch.sum, args=(torch.ones(1 << 20, device=device),))\n", 0
     )
-    deadline = time.monotonic() + 20
-    while cluster.evaluate("counted('gpu_arena_blocks_out')", 0) != 0 and time.monotonic() < deadline:
-        time.sleep(0.2)
-    assert cluster.evaluate("counted('gpu_arena_blocks_out')", 0) == 0
+    wait_until(lambda: cluster.evaluate("counted('gpu_arena_blocks_out')", 0), equals=0)
     assert cluster.evaluate("counted('gpu_arena_bytes')", 0) < 400 << 20
 
 

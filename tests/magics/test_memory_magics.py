@@ -1,12 +1,12 @@
 """`%dist_memory` and `%dist_free`, in a real notebook: how much is used, who holds what, and what goes."""
 
 import re
-import time
 from pathlib import Path
 
 import hostile
 import pytest
 from frontend import Notebook
+from helpers.waiting import wait_until
 
 
 @pytest.fixture(scope="module")
@@ -159,9 +159,8 @@ def test_looking_leaves_nothing_behind(notebook):
     for _ in range(2):
         memory(notebook)
     notebook.run("del z")
-    deadline = time.monotonic() + 30  # the worker hears of it by a message
-    while left := [line for line in rows(notebook) if "(7,)" in line]:
-        assert time.monotonic() < deadline, left
+    # The worker hears of it by a message.
+    wait_until(lambda: [line for line in rows(notebook) if "(7,)" in line], equals=[])
 
 
 def test_as_html(notebook):

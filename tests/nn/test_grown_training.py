@@ -7,7 +7,8 @@ import signal
 
 import pytest
 import torch
-from joined import Keepers, until
+from helpers.waiting import wait_until
+from joined import Keepers
 from torch.nn import Linear, Sequential, Tanh
 from torch.nn.functional import mse_loss
 
@@ -92,7 +93,7 @@ def test_a_model_is_trained_over_old_and_new_workers(keepers):
         # A new worker dies: the step says so, and a restarted one takes part again.
         state = pipe.state_dict()
         cluster.signal("worker2", signal.SIGKILL)
-        until(lambda: cluster.find("worker2").lost)
+        wait_until(lambda: cluster.find("worker2").lost)
         with pytest.raises(WorkerLost, match="worker2"), dist_autograd.context():
             pipe.train_step(torch.randn(8, 6), torch.randn(8, 6), mse_loss)
         assert cluster.restart() == ["worker2"]

@@ -5,11 +5,11 @@ import copy
 import gc
 import itertools
 import threading
-import time
 import weakref
 
 import pytest
 import torch
+from helpers.waiting import wait_until
 from pipeline_models import inboxes, parts_of
 
 from nbdist import autograd as dist_autograd
@@ -34,10 +34,7 @@ def world(five):
     """Four workers, and the one that drives them, which is the test's thread."""
     with five[4].activate():
         yield five
-    deadline = time.monotonic() + 10
-    while any(agent.recorder.contexts.all() for agent in five):
-        assert time.monotonic() < deadline, "a context is left somewhere"
-        time.sleep(0.01)
+    wait_until(lambda: not any(agent.recorder.contexts.all() for agent in five), "the end of all contexts")
 
 
 def stages(count, width=WIDTH, dtype=torch.float32):
@@ -422,11 +419,11 @@ def test_nothing_stays_of_a_step_nor_of_a_pipeline(world):
         with dist_autograd.context() as context_id:
             pipe.train_step(x, y, mean_loss)
             dist_autograd.backward(context_id, [pipe(x).sum()])
-    settle(lambda: live_tensors() <= tensors)
+    wait_until(lambda: live_tensors() <= tensors)
     assert all(part() for part in parts)
     assert not inboxes()
     del pipe
-    settle(lambda: not any(part() for part in parts))
+    wait_until(lambda: gc.collect() >= 0 and not any(part() for part in parts))
 
 
 def live_tensors():
@@ -436,15 +433,6 @@ def live_tensors():
 
 def tensors_in_memory():
     return sum(isinstance(value, torch.Tensor) for value in gc.get_objects())
-
-
-def settle(condition, collect=True):
-    deadline = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < deadline
-        if collect:
-            gc.collect()
-        time.sleep(0.02)
 
 
 def test_several_threads_may_use_a_pipeline(world):
@@ -776,7 +764,7 @@ def test_a_step_that_is_not_begun_everywhere_leaves_nothing(world):
         for _ in range(3):
             with pytest.raises(EncodeError):
                 pipe.train_step(x, x, lambda output, target: lock)
-    settle(lambda: not inboxes())
+    wait_until(lambda: gc.collect() >= 0 and not inboxes())
 
 
 def test_what_came_for_a_step_that_is_abandoned_before_it_begins_is_dropped(world):
@@ -805,6 +793,6 @@ def test_a_step_that_failed_is_not_kept_by_its_error(world):
             for _ in range(3):
                 with pytest.raises(FloatingPointError):
                     pipe.train_step(x, x, nan_loss)
-        settle(lambda: tensors_in_memory() <= before, collect=False)
+        wait_until(lambda: tensors_in_memory() <= before)
     finally:
         gc.enable()

@@ -9,8 +9,8 @@ import time
 
 import pytest
 import torch
+from helpers.waiting import wait_until
 from pipeline_models import Slow, gpt, inboxes, memory, next_token, square
-from workers import eventually
 
 import nbdist
 from nbdist import autograd as dist_autograd
@@ -51,7 +51,7 @@ def test_a_worker_dies_in_a_step_and_the_training_goes_on_with_another(kills):
                     outcomes["lost"] += 1
             killer.join()
             for survivor in set(cluster.names) - {victim}:
-                eventually(lambda survivor=survivor: rpc.rpc_sync(survivor, inboxes) == 0)
+                wait_until(lambda survivor=survivor: rpc.rpc_sync(survivor, inboxes) == 0)
             pipe = None
             assert cluster.restart(victim) == [victim]
     assert all(victim in text for victim, text in said), said
@@ -121,4 +121,4 @@ def test_ctrl_c_ends_a_step_and_the_stages_code_and_the_next_one_works():
             assert time.monotonic() - began < 60  # not 1000
             assert torch.equal(brief.train_step(x, y, square), loss)
         for name in cluster.names:
-            eventually(lambda name=name: rpc.rpc_sync(name, inboxes) == 0)
+            wait_until(lambda name=name: rpc.rpc_sync(name, inboxes) == 0)

@@ -9,6 +9,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import workers
+from helpers.waiting import wait_until
 
 from nbdist import autograd as dist_autograd
 from nbdist.nn import Pipeline
@@ -70,5 +71,5 @@ def test_a_failed_step_keeps_neither_the_pipeline_nor_its_stages(fail: Callable[
 
         use()
         lost = fail is worker_dies  # what a dead worker had is gone with its process, which a World has not
-        workers.eventually(lambda: known(Pipeline) <= before[0])
-        workers.eventually(lambda: known(PipelinePart) <= before[1] + lost)
+        wait_until(lambda: known(Pipeline) <= before[0])
+        wait_until(lambda: known(PipelinePart) <= before[1] + lost)

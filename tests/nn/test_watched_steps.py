@@ -2,11 +2,11 @@
 
 import sys
 import threading
-import time
 import traceback
 
 import pytest
 import torch
+from helpers.waiting import wait_until
 from pipeline_models import parts_of
 
 from nbdist import autograd as dist_autograd
@@ -58,13 +58,6 @@ def on_driver(world, cell):
             cell()
 
     return run
-
-
-def wait_until(condition):
-    deadline = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
 
 
 def states(watcher):

@@ -11,6 +11,7 @@ import time
 import pytest
 import torch
 import workers
+from helpers.waiting import wait_until
 
 import nbdist
 from nbdist import autograd as dist_autograd
@@ -42,7 +43,7 @@ def pair(request):
     with World(2, channel=request.param, options=ALL) as world, world[0].activate():
         yield world
         workers.kept.clear()
-        workers.eventually(lambda: nothing_out(*world))
+        wait_until(lambda: nothing_out(*world))
         assert not any(arena(agent, "falls_back") for agent in world)
 
 
@@ -79,7 +80,7 @@ def test_all_kinds_travel(options):
         else:
             assert arena(world[0], "bytes") > 0
             del got
-            workers.eventually(lambda: nothing_out(*world), 5)
+            wait_until(lambda: nothing_out(*world), within=5)
 
 
 def test_what_is_received_is_the_receivers_own(pair):
@@ -101,7 +102,7 @@ def test_what_is_received_is_the_receivers_own(pair):
 def test_a_tensor_for_several_is_several_tensors(pair):
     x = torch.ones(M)
     kept = [rpc.rpc_sync(name, workers.identity, args=(x,)) for name in ("worker0", "worker1")]
-    workers.eventually(lambda: [arena(agent, "blocks_out") for agent in pair] == [1, 1])
+    wait_until(lambda: [arena(agent, "blocks_out") for agent in pair] == [1, 1])
     kept[0].add_(1)
     assert kept[1].eq(1).all()
     assert kept[0].eq(2).all()
@@ -121,7 +122,7 @@ def test_a_block_comes_back_when_the_last_view_dies(pair):
     assert arena(there, "blocks_out") == 1
     assert kept.sum() == 10
     del kept
-    workers.eventually(lambda: arena(there, "blocks_out") == 0)
+    wait_until(lambda: arena(there, "blocks_out") == 0)
     assert arena(there, "bytes") > 0  # it is warm
 
 
@@ -135,14 +136,14 @@ def test_a_block_that_autograd_has_saved(pair):
     loss.backward()
     assert weight.grad.eq(3).all()
     del loss
-    workers.eventually(lambda: arena(pair[1], "blocks_out") == 0)
+    wait_until(lambda: arena(pair[1], "blocks_out") == 0)
 
 
 def test_ping_pong_needs_few_blocks(pair):
     x = torch.ones(4 * M)
     for _ in range(20):
         back = rpc.rpc_sync("worker1", workers.identity, args=(x,))
-        workers.eventually_is([0, 1], lambda: [arena(agent, "blocks_out") for agent in pair])
+        wait_until(lambda: [arena(agent, "blocks_out") for agent in pair], equals=[0, 1])
     assert back.eq(1).all()
     assert [arena(agent, "bytes") for agent in pair] == [16 * M, 2 * 16 * M]
 
@@ -180,7 +181,7 @@ def test_the_bound_is_kept_and_the_rest_goes_in_frames():
         assert arena(world[1], "falls_back") == 6
         assert rpc.rpc_sync("worker1", torch.ones, args=(2 * M,)).eq(1).all()
         del got
-        workers.eventually(lambda: arena(world[1], "bytes_used") == 0)
+        wait_until(lambda: arena(world[1], "bytes_used") == 0)
         assert rpc.rpc_sync("worker1", torch.ones, args=(M // 2,)).eq(1).all()
         assert arena(world[1], "falls_back") == 7
 
@@ -189,7 +190,7 @@ def test_free_memory_is_let_go(monkeypatch):
     monkeypatch.setattr(shared_tensors, "_TRIM_EVERY_SECONDS", 0.1)
     with World(2, options=ALL) as world, world[0].activate():
         rpc.rpc_sync("worker1", workers.identity, args=([torch.ones(n) for n in (1, 100_000, 5 * M)],))
-        workers.eventually(lambda: nothing_out(*world) and not any(arena(agent, "bytes") for agent in world))
+        wait_until(lambda: nothing_out(*world) and not any(arena(agent, "bytes") for agent in world))
         assert not any(arena(agent, "segments") for agent in world)
 
 
@@ -208,7 +209,7 @@ def test_on_a_channel_that_loses_doubles_and_reorders(channel):
             assert all(workers.is_all(tensor, value) for value, tensor in held)
             held = held[-9:]
         del held, futures
-        workers.eventually(lambda: nothing_out(*world))
+        wait_until(lambda: nothing_out(*world))
         assert sum(agent.statistics()["duplicates_dropped"] for agent in world) > 10
 
 
@@ -239,7 +240,7 @@ def test_who_leaves_but_lives_keeps_its_tensors():
         assert mine.eq(2).all()
         workers.kept.clear()
         del mine
-        workers.eventually(lambda: nothing_out(world[0], world[2]))
+        wait_until(lambda: nothing_out(world[0], world[2]))
 
 
 def test_one_that_has_no_shared_memory(monkeypatch):
@@ -306,8 +307,8 @@ def test_processes():
         assert here["arena_blocks_held"] == there["arena_blocks_out"] > 0
         workers.drop_held()
         rpc.rpc_sync("worker1", workers.drop_held)
-        workers.eventually(lambda: nothing_out(current_agent()))
-        workers.eventually(lambda: rpc.rpc_sync("worker1", workers.statistics)["arena_bytes_used"] == 0)
+        wait_until(lambda: nothing_out(current_agent()))
+        wait_until(lambda: rpc.rpc_sync("worker1", workers.statistics)["arena_bytes_used"] == 0)
 
 
 @pytest.mark.timeout(3600)
@@ -342,7 +343,7 @@ def test_a_sender_and_receiver_is_killed_at_any_moment(kills):
             for name in survivors:
                 rpc.rpc_sync(name, workers.drop_held)
             for name in survivors:
-                workers.eventually(lambda name=name: rpc.rpc_sync(name, workers.nothing_out), 60)
+                wait_until(lambda name=name: rpc.rpc_sync(name, workers.nothing_out), within=60)
             assert cluster.restart(victim) == [victim]
     gc.collect()
     assert lost == 4 * kills

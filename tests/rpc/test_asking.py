@@ -9,7 +9,7 @@ import threading
 import weakref
 
 import pytest
-from workers import eventually
+from helpers.waiting import wait_until
 
 from nbdist.errors import EncodeError, RemoteError, RpcTimeout, UnknownWorker, WorkerLost
 from nbdist.rpc.agent import active_agent
@@ -166,7 +166,7 @@ def interrupted(world, function, args=()):
     def interrupt():
         for _ in range(2):
             begun.acquire(timeout=30)
-        eventually(lambda: sys._current_frames()[main].f_code is Latch.wait.__code__)
+        wait_until(lambda: sys._current_frames()[main].f_code is Latch.wait.__code__)
         signal.pthread_kill(main, signal.SIGINT)
         while not over.wait(0.05):  # the signal may have come right before the thread fell asleep
             signal.pthread_kill(main, signal.SIGURG)
@@ -209,6 +209,6 @@ def test_an_error_does_not_keep_itself_alive(world):
             ask_each(world[0], exit, {"worker1": ()}).or_raise()
         except RemoteError as error:
             gone = weakref.ref(error)
-        eventually(lambda: gone() is None)  # once the thread that brought the answer has forgotten it
+        wait_until(lambda: gone() is None)  # once the thread that brought the answer has forgotten it
     finally:
         gc.enable()

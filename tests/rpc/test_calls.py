@@ -11,6 +11,7 @@ import types
 import pytest
 import torch
 import workers
+from helpers.waiting import wait_until
 
 import nbdist
 from nbdist import rpc
@@ -318,8 +319,8 @@ def test_definitions_of_main_go_by_value_where_the_other_lacks_them(others, monk
     # An earlier test waited for futures that failed, and had a reference: the error of such a future holds the frame
     # that waited, which holds the future and the reference. Only this process's collector ends such a circle.
     gc.collect()
-    workers.eventually(lambda: rpc.rpc_sync("worker2", workers.statistics)["forks_of_owned"] == 0)
-    workers.eventually(lambda: rpc.rpc_sync("worker1", workers.statistics)["owned_values"] == 0)
+    wait_until(lambda: rpc.rpc_sync("worker2", workers.statistics)["forks_of_owned"] == 0)
+    wait_until(lambda: rpc.rpc_sync("worker1", workers.statistics)["owned_values"] == 0)
 
 
 def test_what_went_along_inside_of_another_definition_is_not_taken_for_known(others, monkeypatch):

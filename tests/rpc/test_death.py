@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 import workers
+from helpers.waiting import wait_until
 
 import nbdist
 from nbdist import rpc
@@ -36,7 +37,7 @@ def test_sigkill_among_a_thousand_calls():
         rref.to_here()
         mine = rpc.RRef("mine")
         rpc.rpc_sync("worker1", workers.keep, args=(mine,))
-        workers.eventually(lambda: current_agent().statistics()["forks_of_owned"] == 1)
+        wait_until(lambda: current_agent().statistics()["forks_of_owned"] == 1)
         slow = [rpc.rpc_async("worker1", workers.sleep, args=(30,)) for _ in range(8)]
         calls = slow + [rpc.rpc_async("worker1", workers.identity, args=(i,), timeout=0) for i in range(992)]
         failed: list[float] = []
@@ -63,10 +64,10 @@ def test_sigkill_among_a_thousand_calls():
             rref.rpc_sync().add(1)
         assert "dead" in repr(rref)
         # What it held is dropped.
-        workers.eventually(lambda: current_agent().statistics()["forks_of_owned"] == 0)
+        wait_until(lambda: current_agent().statistics()["forks_of_owned"] == 0)
         # Its directory is removed by who saw it die; ours are still there.
         pid = others.processes["worker1"].pid
-        workers.eventually(lambda: not any(name.startswith(f"agent-{pid}-") for name in run_directories()))
+        wait_until(lambda: not any(name.startswith(f"agent-{pid}-") for name in run_directories()))
     sweep()  # worker2 was killed as well, with nobody left to see it: whoever starts next does this
     assert run_directories() <= before
 
@@ -77,7 +78,7 @@ def test_a_third_that_waits_for_the_dead():
         through = rpc.rpc_async("worker2", workers.call_there, args=("worker1", workers.sleep, 60))
         rref = rpc.remote("worker1", workers.sleep, args=(60,))
         passed = rpc.rpc_async("worker2", workers.fetch, args=(rref,))
-        workers.eventually(lambda: rpc.rpc_sync("worker1", workers.statistics)["running_calls"] >= 4)
+        wait_until(lambda: rpc.rpc_sync("worker1", workers.statistics)["running_calls"] >= 4)
         others.kill("worker1")
         for future in (through, passed):
             with pytest.raises(nbdist.NbdistError, match="worker1"):
@@ -92,9 +93,9 @@ def test_calls_of_the_dead_do_not_wait_on_for_a_value():
         def running():
             return rpc.rpc_sync("worker1", workers.statistics)["running_calls"]
 
-        workers.eventually_is(4, running)  # what makes the value, the two that wait for it, and this one
+        wait_until(running, equals=4)  # what makes the value, the two that wait for it, and this one
         others.kill("worker2")
-        workers.eventually_is(2, running)
+        wait_until(running, equals=2)
         for future in asked:
             with pytest.raises(nbdist.WorkerLost):
                 future.wait(20)
@@ -127,10 +128,8 @@ def test_a_member_lost_while_its_message_is_handled_holds_nothing_after(event, m
                 lent.to_here()
                 held = rpc.rpc_async("worker2", workers.keep, args=(lent,))
         assert handled.wait(20)
-        workers.eventually(lambda: owner.links.connected(holder.me.incarnation) is None)
-        workers.eventually(
-            lambda: all(holder.me.incarnation not in holders for *_, holders in owner.references.owned())
-        )
+        wait_until(lambda: owner.links.connected(holder.me.incarnation) is None)
+        wait_until(lambda: all(holder.me.incarnation not in holders for *_, holders in owner.references.owned()))
         del held
 
 
@@ -174,7 +173,7 @@ def test_exit_without_shutdown_is_told():
                 said.append(str(error))
             return bool(said)
 
-        workers.eventually(gone)
+        wait_until(gone)
         assert "exited without shutdown" in said[0] or "died" in said[0]
 
 
@@ -216,7 +215,7 @@ def test_shutdown_names_the_first_member_where_that_is_missing(tmp_path):
         "raise SystemExit(0)"
     )
     with workers.world(2, graceful=False, then=code):
-        workers.eventually(lambda: said.exists() and said.read_text())
+        wait_until(lambda: said.exists() and said.read_text())
     assert said.read_text().startswith("RendezvousError: shutdown: still waiting for worker0 to call shutdown. ")
 
 
@@ -239,7 +238,7 @@ def test_init_that_fails_leaves_nothing_behind():
     with pytest.raises(nbdist.RendezvousError, match="no sign of rank 1"):
         rpc.init_rpc("worker0", rank=0, world_size=2, rpc_backend_options=options)
     assert run_directories() <= before
-    workers.eventually(lambda: threading.active_count() <= threads)
+    wait_until(lambda: threading.active_count() <= threads)
     other = workers.Workers()
     try:
         other.start("worker1", workers.member("worker1", 1, 2, store))
@@ -281,27 +280,27 @@ def test_a_name_can_be_taken_again_in_a_dynamic_world():
     try:
         code = workers.member("late", 1, None, store, then="workers.released.wait(60)")
         others.start("late", code)
-        workers.eventually(lambda: len(current_agent().membership.members()) == 2)
+        wait_until(lambda: len(current_agent().membership.members()) == 2)
         rref = rpc.remote("late", workers.Counter, args=(1,))
         assert rref.rpc_sync().add(1) == 2
         others.kill("late")
-        workers.eventually(lambda: len(current_agent().membership.members()) == 1)
+        wait_until(lambda: len(current_agent().membership.members()) == 1)
         others.start("late", code)
-        workers.eventually(lambda: len(current_agent().membership.members()) == 2)
+        wait_until(lambda: len(current_agent().membership.members()) == 2)
         assert rpc.rpc_sync("late", workers.count, args=("fresh",)) == 1
         with pytest.raises(nbdist.WorkerLost, match="late"):
             rref.to_here()
         # A third one joins, and takes part in everything.
         others.start("third", workers.member("third", 2, None, store, then="workers.released.wait(60)"))
-        workers.eventually(lambda: len(current_agent().membership.members()) == 3)
-        workers.eventually(lambda: rpc.rpc_sync("late", workers.statistics)["members"] == 3)  # it says hello in turn
+        wait_until(lambda: len(current_agent().membership.members()) == 3)
+        wait_until(lambda: rpc.rpc_sync("late", workers.statistics)["members"] == 3)  # it says hello in turn
         assert rpc.rpc_sync("late", workers.call_there, args=("third", workers.name)) == "third"
         again = rpc.remote("third", torch.ones, args=(2,))
         assert rpc.rpc_sync("late", workers.fetch, args=(again,)).tolist() == [1, 1]
         for name in ("late", "third"):
             rpc.rpc_sync(name, workers.release)
             assert others.output(name)[1] == ""
-        workers.eventually(lambda: len(current_agent().membership.members()) == 1)
+        wait_until(lambda: len(current_agent().membership.members()) == 1)
     finally:
         rpc.shutdown()
         others.end()
@@ -354,7 +353,7 @@ def test_leaving_a_dynamic_world_does_not_wait_for_one_that_hangs(tmp_path):
     rpc.init_rpc("worker0", rank=0, rpc_backend_options=rpc.RpcBackendOptions(init_method=f"file://{store}"))
     try:
         others.start("late", workers.member("late", 1, None, store, then="workers.released.wait(60)"))
-        workers.eventually(lambda: len(current_agent().membership.members()) == 2)
+        wait_until(lambda: len(current_agent().membership.members()) == 2)
         rref = rpc.remote("late", workers.Counter)
         assert rref.rpc_sync().add(1) == 1
         workers.stop(others.processes["late"].pid)

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import workers
+from helpers.waiting import wait_until
 
 import nbdist
 from nbdist import durations, rpc
@@ -94,7 +95,7 @@ def test_what_is_no_number_of_seconds_is_refused(world: World, place: str) -> No
             continue  # there it is for no limit
         with pytest.raises(TypeError, match="must be a number of seconds, not"):
             take(value)
-    workers.eventually(lambda: not len(world[0].pending))
+    wait_until(lambda: not len(world[0].pending))
     world.shutdown(SOON)
 
 

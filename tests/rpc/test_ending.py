@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import workers
+from helpers.waiting import wait_until
 
 import nbdist
 from nbdist import rpc
@@ -260,7 +260,7 @@ def test_a_call_whose_answer_has_come_and_is_not_read_yet_ends_with_its_agent(mo
         world[0].submit(lambda: (busy.set(), go_on.wait(20)))
         assert busy.wait(20)
         future = rpc.rpc_async("worker1", torch.arange, args=(3,), timeout=0)
-        workers.eventually(lambda: len(world[0].pending) == 0)
+        wait_until(lambda: len(world[0].pending) == 0)
         assert not future.done()
         closing = threading.Thread(target=world[0].close, args=("was closed",))
         closing.start()

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 import workers
+from helpers.waiting import wait_until
 
 import nbdist
 from nbdist import rpc, torch_private
@@ -106,7 +107,7 @@ _numbers = itertools.count()
 def dying_worker(world: World) -> tuple[list[Any], type, str]:
     name = f"late{next(_numbers)}"
     agent = world.add(name, id=100 + next(_numbers))
-    workers.eventually(lambda: any(record.name == name for record in world[0].membership.members()))
+    wait_until(lambda: any(record.name == name for record in world[0].membership.members()))
     futures = [rpc.rpc_async(name, never) for _ in range(BATCH)]
     world.kill(world.agents.index(agent))
     world.agents.remove(agent)
@@ -177,12 +178,12 @@ WAYS: dict[str, Callable[[Any], Any]] = {
 @pytest.fixture
 def world() -> Iterator[World]:
     with World(3, dynamic=True) as world, world[0].activate():
-        workers.eventually(lambda: len(world[0].membership.members()) == 3)
+        wait_until(lambda: len(world[0].membership.members()) == 3)
         world.kill(2)
         yield world
 
 
-def wait_for(way: str, future: Any) -> BaseException:
+def error_of(way: str, future: Any) -> BaseException:
     large = Large()
     try:
         WAYS[way](future)
@@ -195,7 +196,7 @@ def wait_for(way: str, future: Any) -> BaseException:
 def waste(world: World, kind: Callable[[World], tuple[list[Any], type, str]], ways: list[str]) -> None:
     futures, cls, text = kind(world)
     for future, way in zip(futures, itertools.cycle(ways), strict=False):
-        error = wait_for(way, future)
+        error = error_of(way, future)
         assert type(error) is cls
         assert text in str(error)
 
@@ -221,7 +222,7 @@ def test_a_future_that_fails_is_freed(world: World, kind: Any, ways: list[str]) 
     before, resident = known(), workers.resident()
     for _ in range(2000 // BATCH):
         waste(world, kind, ways)
-    workers.eventually(lambda: known()[0] == 0, 5)
+    wait_until(lambda: known()[0] == 0, within=5)
     after = known()
     grown = workers.resident() - resident
     print(f"objects {before} -> {after}, {grown:+.1f} MB")
@@ -315,7 +316,7 @@ def test_a_future_that_never_comes_keeps_nothing_of_those_that_waited_for_it() -
 def test_an_error_keeps_its_type_text_notes_and_causes(way: str) -> None:
     for error in (group(), Refuses("no"), KeyError("k")):
         before = str(error), error.__cause__, getattr(error, "__notes__", None)
-        found = wait_for(way, failed(error))
+        found = error_of(way, failed(error))
         assert found is error
         assert (str(found), found.__cause__, getattr(found, "__notes__", None)) == before
 
@@ -327,7 +328,7 @@ def test_a_traceback_does_not_grow_with_waits() -> None:
     future = settled(1).then(lambda _: raises())
 
     def depth() -> int:
-        frames, traceback = [], wait_for("wait", future).__traceback__
+        frames, traceback = [], error_of("wait", future).__traceback__
         while traceback is not None:
             frames.append(traceback.tb_frame.f_code.co_name)
             traceback = traceback.tb_next

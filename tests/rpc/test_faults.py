@@ -7,6 +7,7 @@ import threading
 
 import pytest
 import workers
+from helpers.waiting import wait_until
 
 import nbdist
 from nbdist import rpc
@@ -50,7 +51,7 @@ def test_references_survive_and_end(world):
         assert made.to_here() == "there"
     del rrefs, passed, made
     world.faults.drop = {}
-    workers.eventually(lambda: quiet(world), timeout=60)
+    wait_until(lambda: quiet(world), within=60)
 
 
 def test_a_send_that_fails():
@@ -63,7 +64,7 @@ def test_a_send_that_fails():
         again = rpc.remote("worker1", workers.Counter)
         assert again.rpc_sync().add(2) == 2
         del rref, again
-        workers.eventually(lambda: quiet(world))  # the delete was tried until it went
+        wait_until(lambda: quiet(world))  # the delete was tried until it went
 
 
 def test_a_control_message_that_never_goes_is_given_up(caplog):
@@ -72,7 +73,7 @@ def test_a_control_message_that_never_goes_is_given_up(caplog):
         rref = rpc.remote("worker1", workers.Counter)
         rref.to_here()
         del rref
-        workers.eventually(lambda: "given up" in caplog.text)
+        wait_until(lambda: "given up" in caplog.text)
         assert rpc.rpc_sync("worker1", workers.identity, args=(1,)) == 1
 
 
@@ -101,7 +102,7 @@ def test_silence(caplog):
         assert "calls to it wait" in caplog.text
         # The one that was given up learns of it when it speaks again.
         world.faults.drop = {}
-        workers.eventually(lambda: len(world[1].membership.members()) == 1)
+        wait_until(lambda: len(world[1].membership.members()) == 1)
 
 
 def test_members_come_and_go():
@@ -117,7 +118,7 @@ def test_members_come_and_go():
                 rref = rpc.remote(f"late{round}", workers.Counter)
                 assert rref.rpc_sync().add(1) == 1
             late.close("has left")
-            workers.eventually(lambda: len(world[0].membership.members()) == 2)
+            wait_until(lambda: len(world[0].membership.members()) == 2)
             with world[0].activate(), pytest.raises(nbdist.WorkerLost, match="has left"):
                 rref.to_here()
         assert world[0].statistics()["used_references"] <= 1
@@ -139,7 +140,7 @@ def test_blocks_of_an_agent_that_is_gone_are_owed_to_nobody():
     with World(2) as world:
         gone = world[1].me.incarnation
         world[1].close("is gone")
-        workers.eventually(lambda: gone not in world[0].links.connections)
+        wait_until(lambda: gone not in world[0].links.connections)
         world[0].sharing.owe(gone, [(1, 0)])
         with pytest.raises(nbdist.WorkerLost):
             world[0].post(gone, GiveBack([(1, 0)]))

@@ -12,6 +12,7 @@ import threading
 import pytest
 import torch
 import workers
+from helpers.waiting import wait_until
 
 from nbdist import autograd as dist_autograd
 from nbdist import finalisers, rpc
@@ -101,12 +102,12 @@ def test_a_finaliser_may_call_wherever_python_runs_it(monkeypatch, cls, name, wa
             assert rpc.remote("worker1", workers.identity, args=(1,)).to_here(20) == 1
             return Finaliser.made
 
-        workers.eventually_is(1, comes_by)
+        wait_until(comes_by, equals=1)
         waits = way in ("rpc_sync", "to_here", "wait")
         if way == "method":
-            workers.eventually_is(1, lambda: counter.to_here().value)
+            wait_until(lambda: counter.to_here().value, equals=1)
         elif way != "to_here":
-            workers.eventually_is(1, lambda: len(workers.counted.get("finaliser", ())))
+            wait_until(lambda: len(workers.counted.get("finaliser", ())), equals=1)
         assert [str(error) for error in Finaliser.errors if "finaliser" not in str(error)] == []
         assert all(isinstance(error, UsageError) for error in Finaliser.errors)
         assert len(Finaliser.errors) + len(Finaliser.outcomes) == 1
@@ -130,8 +131,8 @@ def test_finalisers_may_call_at_any_moment(channel, way):
         finally:
             gc.set_threshold(*before)
         gc.collect()
-        workers.eventually_is(300, lambda: Finaliser.made)
-        workers.eventually_is(300, lambda: len(workers.counted["finaliser"]))
+        wait_until(lambda: Finaliser.made, equals=300)
+        wait_until(lambda: len(workers.counted["finaliser"]), equals=300)
         assert all(isinstance(error, UsageError) for error in Finaliser.errors)
         assert way == "rpc_sync" or not Finaliser.errors
         assert len(Finaliser.outcomes) + len(Finaliser.errors) == 300
@@ -176,7 +177,7 @@ def test_a_signals_handler_may_call_at_any_moment(channel, alarm):
             assert rpc.rpc_sync("worker1", workers.identity, args=(1,), timeout=20) == 1
         signal.setitimer(signal.ITIMER_REAL, 0)
         made = len(Finaliser.outcomes) + len(Finaliser.errors)
-        workers.eventually_is(made, lambda: len(workers.counted["finaliser"]))
+        wait_until(lambda: len(workers.counted["finaliser"]), equals=made)
 
 
 def test_a_lock_may_be_guarded_while_a_thread_asks_if_it_may_wait():

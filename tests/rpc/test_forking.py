@@ -7,6 +7,7 @@ import forking
 import pytest
 import torch
 import workers
+from helpers.waiting import wait_until
 
 from nbdist import rpc
 from nbdist.testing import World
@@ -26,7 +27,7 @@ def all_is_given_back():
         ours, theirs = workers.statistics(), rpc.rpc_sync("worker1", workers.statistics)
         return not ours["arena_blocks_held"] and not theirs["arena_blocks_held"] and theirs["running_calls"] == 1
 
-    workers.eventually(clean)
+    wait_until(clean)
 
 
 @pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])

@@ -8,6 +8,7 @@ import time
 
 import pytest
 import workers
+from helpers.waiting import wait_until
 from msgspec import structs
 
 import nbdist
@@ -52,8 +53,8 @@ def test_a_stopped_member_of_this_host_stays_a_member(impatient, replaced):
         frozen = others.start("frozen", workers.member("frozen", 1, None, store, then=SERVE))
         others.start("first", workers.member("first", 0, None, store, then=SERVE))
         join("witness", 2, store)
-        workers.eventually(lambda: names() == ["first", "frozen", "witness"])
-        workers.eventually(lambda: met_by("frozen") == 3)  # the two may have started at the same time
+        wait_until(lambda: names() == ["first", "frozen", "witness"])
+        wait_until(lambda: met_by("frozen") == 3)  # the two may have started at the same time
         assert rpc.rpc_sync("frozen", workers.call_there, args=("first", workers.name)) == "first"
         rpc.shutdown(graceful=False)
         workers.stop(frozen.pid)
@@ -67,8 +68,8 @@ def test_a_stopped_member_of_this_host_stays_a_member(impatient, replaced):
         assert later.wait() == "frozen"
         assert rpc.rpc_sync("frozen", workers.call_there, args=(name, workers.name)) == name
         others.start("last", workers.member("last", 4, None, store, then=SERVE))  # the list still has all
-        workers.eventually(lambda: "last" in names())
-        workers.eventually(lambda: met_by("last") == len(names()))
+        wait_until(lambda: "last" in names())
+        wait_until(lambda: met_by("last") == len(names()))
         assert rpc.rpc_sync("last", workers.call_there, args=("frozen", workers.name)) == "frozen"
     finally:
         rpc.shutdown(graceful=False)
@@ -91,5 +92,5 @@ def test_a_member_of_another_host_that_was_given_up_learns_it_when_it_answers(im
         first.on_lost(lambda record, why: lost.append(record.name))
         envelope = Envelope(late.me.incarnation, first.me.incarnation, 0, 1, 0, [], greetings[-1])
         late.channel.connect(first.me.addresses).send([encode_envelope(envelope)], "hello")
-        workers.eventually(lambda: lost == ["late"])
+        wait_until(lambda: lost == ["late"])
         assert [record.name for record in first.members()] == ["worker0"]

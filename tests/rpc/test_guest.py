@@ -15,6 +15,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import workers
+from helpers.waiting import wait_until
 
 from nbdist import rpc, trace
 from nbdist.channel import gate, local, machine
@@ -53,7 +54,7 @@ def test_who_waits_reads_the_answer(pair, readers):
         return threading.get_ident() in readers
 
     # How often it comes to that depends on what else the machine does; without guests it never would.
-    workers.eventually(has_read)
+    wait_until(has_read)
 
 
 @pytest.mark.parametrize("channel", ["inprocess", "zeromq"])
@@ -354,9 +355,9 @@ def brisk(monkeypatch):
         OWNERS.clear()
         for _ in range(20):
             rpc.rpc_sync("worker1", workers.identity, args=(1,))
-        workers.eventually(lambda: world[0].channel.gate.owner == 0)
+        wait_until(lambda: world[0].channel.gate.owner == 0)
         yield world
-        workers.eventually(lambda: world[0].channel.gate.owner == 0)
+        wait_until(lambda: world[0].channel.gate.owner == 0)
         WORLD.clear()
 
 
@@ -371,7 +372,7 @@ def test_the_gate_is_shut_while_the_caller_looks_and_open_afterwards(brisk, monk
 def is_opened():
     """Return whether worker0's gate is opened, by its owner alone, while this call runs."""
     with contextlib.suppress(AssertionError):
-        workers.eventually(lambda: WORLD[0][0].channel.gate.owner == 0, timeout=5)
+        wait_until(lambda: WORLD[0][0].channel.gate.owner == 0, within=5)
         return True
     return False
 

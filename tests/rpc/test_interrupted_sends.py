@@ -10,6 +10,7 @@ import threading
 import pytest
 import torch
 import workers
+from helpers.waiting import wait_until
 from interrupts import Interrupts
 
 from nbdist import rpc
@@ -49,8 +50,8 @@ def test_a_send_that_is_interrupted_leaves_nothing(kind, tries, interrupts, capl
     """Over a queue in this process: of all the time most is spent in the layers that number and count."""
     with World(2) as world, world[0].activate():
         interrupts.during_many(SENDS[kind], tries)
-        workers.eventually_is(NOTHING, lambda: left_by(world[0].statistics()))
-        workers.eventually_is(NOTHING, lambda: left_by(world[1].statistics()))
+        wait_until(lambda: left_by(world[0].statistics()), equals=NOTHING)
+        wait_until(lambda: left_by(world[1].statistics()), equals=NOTHING)
         ending = threading.Thread(target=world.shutdown, daemon=True)
         ending.start()
         ending.join(20)
@@ -65,8 +66,8 @@ def test_a_send_to_another_process_that_is_interrupted_leaves_nothing(kind, trie
     with workers.world(2, options={"arena_threshold": 100_000}):
         interrupts.during_many(SENDS[kind], tries)
         assert rpc.rpc_sync("worker1", max, args=(1, 2)) == 2
-        workers.eventually_is(NOTHING, lambda: left_by(workers.statistics()))
-        workers.eventually_is(NOTHING, lambda: left_by(rpc.rpc_sync("worker1", workers.statistics)))
+        wait_until(lambda: left_by(workers.statistics()), equals=NOTHING)
+        wait_until(lambda: left_by(rpc.rpc_sync("worker1", workers.statistics)), equals=NOTHING)
 
 
 LEFT = ("pending_calls", "owned_values", "used_references", "pending_references", "unacknowledged", "arena_blocks_out")

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 import workers
+from helpers.waiting import wait_until
 
 from nbdist import rpc
 from nbdist.rpc import api
@@ -36,7 +37,7 @@ def test_mutated_messages_of_a_member(lives, seed):
         victim = others.start("victim", workers.member("victim", 1, None, store, then=SERVE, first=FIRST))
         options = rpc.RpcBackendOptions(init_method=f"file://{store}")
         rpc.init_rpc("witness", rank=0, world_size=None, rpc_backend_options=options)
-        workers.eventually(lambda: len(api.current_agent().membership.members()) == 2)
+        wait_until(lambda: len(api.current_agent().membership.members()) == 2)
         value = rpc.remote("victim", torch.arange, args=(5,))
         assert value.to_here().tolist() == [0, 1, 2, 3, 4]
         lent = rpc.rpc_sync("victim", torch.full, args=((300_000,), 7.0))  # in the victim's shared memory
@@ -63,7 +64,7 @@ def test_mutated_messages_of_a_member(lives, seed):
             assert now["members"] <= 3
             return {name: now[name] for name in expected}
 
-        workers.eventually_is(expected, held)
+        wait_until(held, equals=expected)
         assert rpc.rpc_sync("victim", workers.resident) < 1000
         del value, lent
     finally:

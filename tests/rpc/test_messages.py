@@ -13,6 +13,7 @@ import msgspec
 import pytest
 import torch
 import workers
+from helpers.waiting import wait_until
 
 from nbdist import durations, rpc
 from nbdist.errors import (
@@ -56,24 +57,22 @@ def held_call(world, monkeypatch):
     gate = threading.Event()
     monkeypatch.setattr(workers, "released", gate)
     future = rpc.rpc_async("worker1", workers.hold)
-    workers.eventually(lambda: bool(world[1].exchange.active))
+    wait_until(lambda: bool(world[1].exchange.active))
     try:
         yield future
     finally:
         gate.set()
-    workers.eventually(lambda: not world[1].exchange.active)
+    wait_until(lambda: not world[1].exchange.active)
 
 
 def test_a_message_that_cannot_be_read_is_dropped_and_its_sender_named(caplog):
     with World(2) as world:
         me, there = world[0], world[1].me.incarnation
         me.post(there, Cast("autograd.mark", b"\xc1", Payload()))
-        workers.eventually(
-            lambda: "worker1 dropped a message (autograd.mark) of worker0: not a message of" in caplog.text
-        )
+        wait_until(lambda: "worker1 dropped a message (autograd.mark) of worker0: not a message of" in caplog.text)
         me.links.connections[there].link.send([b"\xc1"], "call")
         told = "worker1 dropped a damaged message, or one of another version (use one): MessagePack data is malformed"
-        workers.eventually(lambda: told in caplog.text)
+        wait_until(lambda: told in caplog.text)
         with me.activate():
             assert rpc.rpc_sync("worker1", len, args=("abc",)) == 3
 

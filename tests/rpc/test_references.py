@@ -10,6 +10,7 @@ import pickle
 import pytest
 import torch
 import workers
+from helpers.waiting import wait_until
 
 import nbdist
 from nbdist import rpc, trace
@@ -49,7 +50,7 @@ def test_create_fetch_and_drop(others):
     assert rref.confirmed_by_owner()
     assert owned_by("worker1") == 1
     del rref
-    workers.eventually(all_quiet)
+    wait_until(all_quiet)
 
 
 def test_a_local_one(others):
@@ -79,7 +80,7 @@ def test_shared_through_a_third(others):
     gc.collect()
     assert owned_by("worker1") == 1  # worker2 keeps it
     rpc.rpc_sync("worker2", workers.unkeep)
-    workers.eventually(all_quiet)
+    wait_until(all_quiet)
 
 
 def test_returned_ones(others):
@@ -89,7 +90,7 @@ def test_returned_ones(others):
     listed = rpc.rpc_sync("worker2", workers.identity, args=([made, made, {"again": made}],))
     assert [entry.to_here() for entry in listed[:2]] == ["value", "value"]
     del made, listed
-    workers.eventually(all_quiet)
+    wait_until(all_quiet)
 
 
 def test_confirmed_before_a_function_sees_it(others):
@@ -111,7 +112,7 @@ def test_what_is_known_without_a_call(others, calls_begun):
     # One that was passed on before its value came to be is told later.
     slow = rpc.remote("worker1", workers.sleep, args=(0.3,))
     rpc.rpc_sync("worker2", workers.keep, args=(slow,))
-    workers.eventually(lambda: "float" in rpc.rpc_sync("worker2", workers.repr_kept))
+    wait_until(lambda: "float" in rpc.rpc_sync("worker2", workers.repr_kept))
     rpc.rpc_sync("worker2", workers.unkeep)
 
 
@@ -152,7 +153,7 @@ def test_errors(others):
     rref = rpc.remote("worker1", workers.Counter)
     with pytest.raises(nbdist.RRefError, match="worker1"):
         rref.local_value()
-    workers.eventually(rref.confirmed_by_owner)  # before, its repr changes
+    wait_until(rref.confirmed_by_owner)  # before, its repr changes
     for attempt in (pickle.dumps, copy.copy, copy.deepcopy):
         if attempt is pickle.dumps:
             with pytest.raises(RuntimeError, match="Can not pickle rref"):
@@ -163,7 +164,7 @@ def test_errors(others):
 
 def test_creation_that_times_out(others):
     rref = rpc.remote("worker1", workers.sleep, args=(0.6,), timeout=0.1)
-    workers.eventually(lambda: rref.creation_failure() is not None)
+    wait_until(lambda: rref.creation_failure() is not None)
     for attempt in (rref.to_here, lambda: rpc.rpc_sync("worker2", workers.fetch, args=(rref,)), rref.rpc_sync().hex):
         with pytest.raises(nbdist.RRefError, match="RRef creation"):
             attempt()
@@ -196,13 +197,13 @@ def test_a_reference_that_is_released_is_forgotten(others):
         each.release()
         assert each.hold is None
         assert each.standing == "released"
-    workers.eventually(rref.is_forgotten)
+    wait_until(rref.is_forgotten)
     assert not mine.is_forgotten()
 
 
 def test_creation_failure_is_the_error_of_the_call(others):
     rref = rpc.remote("worker1", workers.sleep, args=(0.3,), timeout=0.05)
-    workers.eventually(lambda: rref.creation_failure() is not None)
+    wait_until(lambda: rref.creation_failure() is not None)
     assert isinstance(rref.creation_failure(), nbdist.RpcTimeout)
     assert rref.standing == "failed"
     assert rpc.RRef(1).creation_failure() is None
@@ -212,13 +213,13 @@ def test_creation_failure_is_the_error_of_the_call(others):
 
 
 def test_nothing_is_left_in_the_end(others):
-    workers.eventually(all_quiet)
+    wait_until(all_quiet)
     futures = [rpc.rpc_async(f"worker{1 + n % 3}", workers.make, args=(n,)) for n in range(300)]
     rrefs = rpc.wait_all(futures)
     passed = [rpc.rpc_async(f"worker{1 + n % 3}", workers.fetch, args=(rref,)) for n, rref in enumerate(rrefs)]
     assert rpc.wait_all(passed) == list(range(300))
     del futures, rrefs, passed
-    workers.eventually(all_quiet)
+    wait_until(all_quiet)
 
 
 def test_a_reference_that_is_given_twice_is_one_object_there(others):

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 import torch
-from workers import eventually
+from helpers.waiting import wait_until
 
 from nbdist import RRefError, rpc
 from nbdist.testing import Faults, World
@@ -113,4 +113,4 @@ def test_a_copy_keeps_the_value_when_the_other_is_released(world, owner, copied)
     assert owned() == 1
     del third
     gc.collect()
-    eventually(lambda: owned() == 0)
+    wait_until(lambda: owned() == 0)

@@ -61,7 +61,7 @@ def record(id, *, size=None, name=None, host=HERE, pid=None, started=None, versi
     return Record(name, id, next(incarnations), [f"x://{id}"], host, pid, started, size, version)
 
 
-def soon():
+def deadline():
     return time.monotonic() + SOON
 
 
@@ -97,7 +97,7 @@ def document(store):
 def test_many_joiners_at_once_see_the_same_world():
     store, records = Store(), [record(id, size=24) for id in range(24)]
     random.Random(1).shuffle(records)
-    worlds = at_once([lambda me=me: roster(store).form(me, soon()) for me in records])
+    worlds = at_once([lambda me=me: roster(store).form(me, deadline()) for me in records])
     expected = sorted(records, key=lambda me: me.id)
     assert all(world == expected for world in worlds), worlds
     assert [len(part) for part in document(store).values()] == [0, 24, 0, 0]
@@ -107,7 +107,7 @@ def test_a_world_that_has_ended_makes_room_for_the_next():
     store = Store()
     for _ in range(3):
         records = [record(id, size=3) for id in range(3)]
-        worlds = at_once([lambda me=me: roster(store).form(me, soon()) for me in records])
+        worlds = at_once([lambda me=me: roster(store).form(me, deadline()) for me in records])
         assert worlds == [records] * 3
         at_once([lambda me=me: roster(store).leave(me) for me in records])
         assert not any(document(store).values())
@@ -115,7 +115,7 @@ def test_a_world_that_has_ended_makes_room_for_the_next():
 
 def test_a_world_of_one_needs_nobody():
     me = record(0, size=1)
-    assert roster(Store()).form(me, soon()) == [me]
+    assert roster(Store()).form(me, deadline()) == [me]
 
 
 def test_missing_ranks_are_named_and_nothing_stays_behind():
@@ -134,12 +134,12 @@ def test_the_next_try_works_at_once():
     with pytest.raises(RendezvousError):
         roster(store).form(record(0, size=2), time.monotonic())
     records = [record(id, size=2) for id in range(2)]
-    assert at_once([lambda me=me: roster(store).form(me, soon()) for me in records]) == [records] * 2
+    assert at_once([lambda me=me: roster(store).form(me, deadline()) for me in records]) == [records] * 2
 
 
 def test_a_name_that_two_have_taken_is_an_error_for_all():
     store, records = Store(), [record(id, size=3, name="twin" if id else "worker0") for id in range(3)]
-    outcomes = at_once([lambda me=me: roster(store).form(me, soon()) for me in records])
+    outcomes = at_once([lambda me=me: roster(store).form(me, deadline()) for me in records])
     for outcome in outcomes:
         assert isinstance(outcome, NotUnique), outcome
         assert "'twin'" in str(outcome)
@@ -153,7 +153,7 @@ def test_a_member_that_leaves_at_once_hides_no_twin_from_the_others():
 
     def join(index):
         try:
-            rosters[index].form(records[index], soon())
+            rosters[index].form(records[index], deadline())
         finally:
             rosters[index].leave(records[index])
 
@@ -168,7 +168,7 @@ def test_a_rank_that_another_process_has_is_not_unique():
         first = record(0, size=2, pid=other.pid)
         put(store, "gathering", first)
         with pytest.raises(NotUnique, match="rank 0 is not unique: 'worker0' has it, and 'other' wants it"):
-            roster(store).form(record(0, size=2, name="other"), soon())
+            roster(store).form(record(0, size=2, name="other"), deadline())
     finally:
         other.kill()
         other.wait()
@@ -185,7 +185,7 @@ def test_two_sizes_of_one_world_are_an_error():
     store = Store()
     put(store, "gathering", record(1, size=5))
     with pytest.raises(RendezvousError, match="worker1 expects a world of 5, worker0 one of 3"):
-        roster(store).form(record(0, size=3), soon())
+        roster(store).form(record(0, size=3), deadline())
 
 
 def dead(id, **options):
@@ -201,21 +201,21 @@ def test_the_dead_are_not_waited_for():
     store = Store()
     put(store, "gathering", dead(0, size=2), dead(1, size=7))
     records = [record(id, size=2) for id in range(2)]
-    assert at_once([lambda me=me: roster(store).form(me, soon()) for me in records]) == [records] * 2
+    assert at_once([lambda me=me: roster(store).form(me, deadline()) for me in records]) == [records] * 2
 
 
 def test_a_reused_pid_is_not_taken_for_the_dead():
     store = Store()
     put(store, "gathering", record(0, size=2, started=1))  # our pid, but somebody else's life
     records = [record(id, size=2) for id in range(2)]
-    assert at_once([lambda me=me: roster(store).form(me, soon()) for me in records]) == [records] * 2
+    assert at_once([lambda me=me: roster(store).form(me, deadline()) for me in records]) == [records] * 2
 
 
 def test_who_is_on_another_host_is_taken_to_live():
     store, far = Store(), record(0, size=2, host="elsewhere", pid=1, started=1)
     put(store, "gathering", far)
     me = record(1, size=2)
-    assert roster(store).form(me, soon()) == [far, me]
+    assert roster(store).form(me, deadline()) == [far, me]
 
 
 # --- dynamic worlds -------------------------------------------------------------------------------
@@ -223,7 +223,7 @@ def test_who_is_on_another_host_is_taken_to_live():
 
 def test_of_many_who_join_at_once_each_pair_meets():
     store, records = Store(), [record(id) for id in range(16)]
-    present = at_once([lambda me=me: roster(store).join(me, soon()) for me in records])
+    present = at_once([lambda me=me: roster(store).join(me, deadline()) for me in records])
     for one, another in itertools.combinations(range(16), 2):
         meets = (records[one] in present[another]) + (records[another] in present[one])
         assert meets == 1, "exactly one of two finds the other there, and knocks"
@@ -232,15 +232,15 @@ def test_of_many_who_join_at_once_each_pair_meets():
 @pytest.mark.parametrize(("id", "name"), [(1, "worker0"), (0, "other")])
 def test_a_living_members_name_and_id_are_taken(id, name):
     store = Store()
-    roster(store).join(record(0), soon())
+    roster(store).join(record(0), deadline())
     with pytest.raises(NotUnique, match="'worker0'"):
-        roster(store).join(record(id, name=name), soon())
+        roster(store).join(record(id, name=name), deadline())
     assert len(document(store)["dynamic"]) == 1
 
 
 def test_of_many_who_want_one_name_one_gets_it():
     store = Store()
-    outcomes = at_once([lambda: roster(store).join(record(0), soon()) for _ in range(8)])
+    outcomes = at_once([lambda: roster(store).join(record(0), deadline()) for _ in range(8)])
     assert sorted(type(outcome).__name__ for outcome in outcomes) == ["NotUnique"] * 7 + ["list"]
 
 
@@ -248,37 +248,37 @@ def test_a_name_can_be_taken_again():
     store = Store()
     put(store, "dynamic", dead(0))
     first = record(0)
-    assert roster(store).join(first, soon()) == []
+    assert roster(store).join(first, deadline()) == []
     roster(store).leave(first)
-    assert roster(store).join(record(0), soon()) == []
+    assert roster(store).join(record(0), deadline()) == []
 
 
 def test_who_leaves_is_struck_off_whatever_the_others_do():
     store, records = Store(), [record(id) for id in range(16)]
     for me in records:
-        roster(store).join(me, soon())
+        roster(store).join(me, deadline())
     at_once([lambda me=me: roster(store).leave(me) for me in records[:-1]])
-    assert roster(store).join(record(20), soon()) == records[-1:]
+    assert roster(store).join(record(20), deadline()) == records[-1:]
 
 
 def test_fixed_and_dynamic_members_do_not_mix():
     mixed = "mixes statically and dynamically"
     store = Store()
-    roster(store).join(record(0), soon())
+    roster(store).join(record(0), deadline())
     with pytest.raises(RendezvousError, match=mixed):
-        roster(store).form(record(1, size=2), soon())
+        roster(store).form(record(1, size=2), deadline())
     for part in ("gathering", "formed"):
         store = Store()
         put(store, part, record(0, size=2))
         with pytest.raises(RendezvousError, match=mixed):
-            roster(store).join(record(1), soon())
+            roster(store).join(record(1), deadline())
 
 
 def test_dead_dynamic_members_are_in_nobodys_way():
     store = Store()
     put(store, "dynamic", dead(0))
     me = record(0, size=1)
-    assert roster(store).form(me, soon()) == [me]
+    assert roster(store).form(me, deadline()) == [me]
 
 
 # --- what is in a store ---------------------------------------------------------------------------
@@ -291,7 +291,7 @@ def test_another_secret_is_refused(part):
     stranger = roster(store, Secret(b"x" * 16, shared_off_host=True))
     for join in (stranger.form, stranger.join):
         with pytest.raises(SecurityError):
-            join(record(1, size=2), soon())
+            join(record(1, size=2), deadline())
 
 
 @pytest.mark.parametrize(
@@ -301,7 +301,7 @@ def test_garbage_is_not_taken_for_a_roster(text):
     store = Store()
     store.values[KEY] = text
     with pytest.raises(RendezvousError, match="is not a list of members"):
-        roster(store).join(record(0), soon())
+        roster(store).join(record(0), deadline())
 
 
 def test_nothing_in_a_store_is_unpickled():
@@ -315,14 +315,14 @@ def test_nothing_in_a_store_is_unpickled():
         store = Store()
         store.values[KEY] = text
         with pytest.raises(RendezvousError):
-            roster(store).join(record(0), soon())
+            roster(store).join(record(0), deadline())
 
 
 def test_another_version_is_named_before_anything_else_is_read():
     store = Store()
     put(store, "dynamic", record(0, version=VERSION + 1))
     with pytest.raises(VersionMismatch, match=str(VERSION + 1)):
-        roster(store).join(record(1), soon())
+        roster(store).join(record(1), deadline())
 
 
 def test_a_store_that_fails_for_a_while_is_asked_again():
@@ -332,7 +332,7 @@ def test_a_store_that_fails_for_a_while_is_asked_again():
     stores = iter([first, first, second])
     mine = Roster(lambda: next(stores), SECRET, HERE)
     me = record(0, size=1)
-    assert mine.form(me, soon()) == [me]
+    assert mine.form(me, deadline()) == [me]
 
 
 def test_a_store_that_is_gone_is_an_error_and_not_a_hang():
@@ -361,5 +361,5 @@ def test_a_store_that_fails_once_at_any_moment_is_asked_again(call, kind, applie
 
     store.compare_set = failing
     me = record(0, size=1 if kind == "form" else None)
-    assert getattr(roster(store), kind)(me, soon()) == ([me] if kind == "form" else [])
+    assert getattr(roster(store), kind)(me, deadline()) == ([me] if kind == "form" else [])
     assert len(document(store)["formed" if kind == "form" else "dynamic"]) == 1

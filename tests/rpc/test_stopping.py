@@ -4,7 +4,7 @@ import threading
 import time
 
 import pytest
-from workers import eventually
+from helpers.waiting import wait_until
 
 from nbdist import rpc, testing
 from nbdist.errors import Interrupted, RemoteError
@@ -77,7 +77,7 @@ def test_a_nested_call_is_stopped_with_it(world):
     world[0].stopping.stop(pending(world))
     with pytest.raises((RemoteError, Interrupted)):
         future.wait(10)
-    eventually(lambda: ("worker2", KeyboardInterrupt) in ended)
+    wait_until(lambda: ("worker2", KeyboardInterrupt) in ended)
     assert any(name == "worker1" for name, _ in ended)
 
 
@@ -107,7 +107,7 @@ def test_a_function_that_computes_is_stopped_though_a_call_of_its_own_is_unanswe
     with pytest.raises(RemoteError, match="KeyboardInterrupt"):
         future.wait(10)
     assert "computes no more" in ended
-    eventually(lambda: ("worker2", KeyboardInterrupt) in ended)
+    wait_until(lambda: ("worker2", KeyboardInterrupt) in ended)
 
 
 def wait_in_turns(worker):
@@ -126,8 +126,8 @@ def test_a_function_that_waits_and_computes_in_turns_is_stopped(world, attempt):
     future = rpc.rpc_async("worker1", wait_in_turns, args=("worker2",))
     assert computing.wait(10)
     world[0].stopping.stop(pending(world))
-    eventually(future.done)
-    eventually(lambda: ("worker2", KeyboardInterrupt) in ended)
+    wait_until(future.done)
+    wait_until(lambda: ("worker2", KeyboardInterrupt) in ended)
 
 
 def test_who_waits_for_a_value_that_is_being_made_stops_its_making(world):
@@ -145,7 +145,7 @@ def test_who_waits_for_a_value_that_is_being_made_stops_its_making(world):
 
     thread = threading.Thread(target=fetch)
     thread.start()
-    eventually(lambda: any(call.target is not None for call in pending(world)))
+    wait_until(lambda: any(call.target is not None for call in pending(world)))
     fetch_call = next(call for call in pending(world) if call.target is not None)
     world[0].stopping.on_interrupt([fetch_call.outcome], KeyboardInterrupt())
     thread.join(10)

@@ -17,6 +17,7 @@ import pytest
 import torch
 import workers
 import zmq
+from helpers.waiting import wait_until
 
 import nbdist
 from nbdist import rpc
@@ -117,7 +118,7 @@ def test_a_thousand_strangers(over_tcp):
                 sock.close(0)
     assert rpc.rpc_sync("worker1", workers.call_there, args=("worker0", workers.name)) == "worker0"
     assert not os.path.exists(MARK)
-    workers.eventually_is(served_before + 1, lambda: agent.exchange.served)  # worker1's
+    wait_until(lambda: agent.exchange.served, equals=served_before + 1)  # worker1's
     context.destroy(0)
 
 
@@ -138,7 +139,7 @@ def test_a_replay_of_a_members_messages(over_tcp):
     to_past = msgspec.structs.replace(envelope, receiver=new_incarnation(), seq=number + 1)
     for forged in (past, to_past):
         link.send([encode_envelope(forged), *frames], "call")
-    workers.eventually(lambda: rpc.rpc_sync("worker1", workers.statistics)["duplicates_dropped"] >= 4)
+    wait_until(lambda: rpc.rpc_sync("worker1", workers.statistics)["duplicates_dropped"] >= 4)
     # At most one of the five has run (none, if an own message has meanwhile told that nothing is missing).
     assert rpc.rpc_sync("worker1", workers.count, args=("replayed",)) <= 2
 
@@ -165,7 +166,7 @@ def test_garbage_from_a_member(over_tcp):
     agent.links.peer(record.incarnation).next_seq += 1
     envelope = Envelope(agent.me.incarnation, record.incarnation, seq, seq, 0, [], Call(10**6, 0, "identity", broken))
     link.send([encode_envelope(envelope), *frames], "call")
-    workers.eventually(lambda: rpc.rpc_sync("worker1", workers.statistics)["messages_refused"] >= 6)
+    wait_until(lambda: rpc.rpc_sync("worker1", workers.statistics)["messages_refused"] >= 6)
     assert rpc.rpc_sync("worker1", workers.name) == "worker1"
 
 
@@ -176,7 +177,7 @@ def test_another_version_is_named(over_tcp, monkeypatch):
     monkeypatch.setattr(agent.links, "refuse", lambda record, answer: refused.append(answer.reason))
     link = agent.channel.connect(agent.me.addresses)
     link.send([encode_envelope(Envelope(record.incarnation, 0, 0, 1, 0, [], Hello(record)))], "hello")
-    workers.eventually(lambda: refused)
+    wait_until(lambda: refused)
     assert f"version {VERSION} of nbdist's protocol, not 99" in refused[0]
 
 
@@ -186,7 +187,7 @@ def test_silence_of_a_remote_one(over_tcp, caplog):
     assert rpc.rpc_sync("worker1", workers.name) == "worker1"
     workers.stop(over_tcp.processes["worker1"].pid)
     call = rpc.rpc_async("worker1", workers.name)
-    workers.eventually(lambda: api.current_agent().statistics()["suspects"] == 1)
+    wait_until(lambda: api.current_agent().statistics()["suspects"] == 1)
     # Calls to a suspect wait.
     with pytest.raises(nbdist.WorkerLost, match=r"worker1 has been silent for [2-9]\.\d\d s"):
         call.wait(20)
@@ -201,10 +202,10 @@ def test_a_suspect_that_comes_back(over_tcp):
     assert rpc.rpc_sync("worker1", workers.count, args=("back",)) == 1
     workers.stop(process.pid)
     call = rpc.rpc_async("worker1", workers.count, args=("back",))
-    workers.eventually(lambda: api.current_agent().statistics()["suspects"] == 1)
+    wait_until(lambda: api.current_agent().statistics()["suspects"] == 1)
     process.send_signal(signal.SIGCONT)
     assert call.wait(20) == 2
-    workers.eventually(lambda: api.current_agent().statistics()["suspects"] == 0)
+    wait_until(lambda: api.current_agent().statistics()["suspects"] == 0)
 
 
 def test_records_in_a_store_are_signed():

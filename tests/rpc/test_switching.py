@@ -5,7 +5,7 @@ import sys
 import threading
 
 import pytest
-import workers
+from helpers.waiting import wait_until
 
 import nbdist
 from nbdist import rpc
@@ -91,7 +91,7 @@ def is_relaxed():
 def test_an_agent_shortens_turns_while_it_is_used(start):
     agent = start()
     for _ in range(2):
-        workers.eventually(is_relaxed)
+        wait_until(is_relaxed)
         assert rpc.rpc_sync("alone", sys.getswitchinterval) == SHORT
     finish(agent)
     assert sys.getswitchinterval() == PYTHON
@@ -101,11 +101,11 @@ def test_turns_stay_short_until_a_call_is_answered(start):
     start()
     answer = rpc.rpc_async("alone", wait_for_release, timeout=0)
     looks = set()
-    workers.eventually(lambda: looks.add(switching.look_at) or len(looks) > 3)
+    wait_until(lambda: looks.add(switching.look_at) or len(looks) > 3)
     assert sys.getswitchinterval() == SHORT
     release.set()
     answer.wait()
-    workers.eventually(is_relaxed)
+    wait_until(is_relaxed)
 
 
 def test_only_calls_shorten_the_turns_of_a_worker():
@@ -118,7 +118,7 @@ def test_only_calls_shorten_the_turns_of_a_worker():
 
 def test_a_forked_process_has_long_turns(start):
     start()
-    workers.eventually(is_relaxed)
+    wait_until(is_relaxed)
     assert rpc.rpc_sync("alone", turns_of_a_child) == PYTHON
 
 
@@ -126,7 +126,7 @@ def test_what_the_user_wants_is_kept(start):
     finish(start(switch_interval=0))
     assert sys.getswitchinterval() == PYTHON
     agent = start(switch_interval=0.002)
-    workers.eventually(is_relaxed)
+    wait_until(is_relaxed)
     assert rpc.rpc_sync("alone", sys.getswitchinterval) == pytest.approx(0.002)
     finish(agent)
     with pytest.raises(UsageError):

@@ -12,6 +12,7 @@ import autograd_functions
 import pytest
 import torch
 import workers
+from helpers.waiting import wait_until
 
 import nbdist
 from nbdist import autograd as dist_autograd
@@ -179,7 +180,7 @@ class Cuts:
 def test_an_agent_of_a_large_world_watches_few():
     cuts = Cuts(MANY)
     with cuts.world as world:
-        workers.eventually(lambda: all(len(watched(agent)) <= 2 * EACH_SIDE for agent in world))
+        wait_until(lambda: all(len(watched(agent)) <= 2 * EACH_SIDE for agent in world))
         for agent in world:
             assert watched(agent) == watched_by(agent.me, [each.me for each in world])
         cuts.sent.clear()
@@ -198,89 +199,87 @@ def test_an_agent_of_a_small_world_watches_all():
         time.sleep(1.0)
         assert all(len(watched(agent)) == ALL_WATCH_ALL - 1 for agent in world)
         late = world.add()
-        workers.eventually(lambda: all(len(watched(agent)) == 2 * EACH_SIDE for agent in world))
+        wait_until(lambda: all(len(watched(agent)) == 2 * EACH_SIDE for agent in world))
         late.close("has left")
-        workers.eventually(lambda: all(len(watched(agent)) == ALL_WATCH_ALL - 1 for agent in list(world)[:-1]))
+        wait_until(lambda: all(len(watched(agent)) == ALL_WATCH_ALL - 1 for agent in list(world)[:-1]))
 
 
 def test_all_members_learn_that_one_is_frozen_though_few_watch_it():
     cuts = Cuts(MANY)
     with cuts.world as world:
-        workers.eventually(lambda: all(len(watched(agent)) <= 2 * EACH_SIDE for agent in world))
+        wait_until(lambda: all(len(watched(agent)) <= 2 * EACH_SIDE for agent in world))
         frozen = world[7]
         cuts.freeze(frozen)
         others = [agent for agent in world if agent is not frozen]
-        workers.eventually(lambda: all(len(agent.members()) == MANY - 1 for agent in others))
+        wait_until(lambda: all(len(agent.members()) == MANY - 1 for agent in others))
         assert all(re.search(r"has been silent for \d", agent.fate(frozen.me.incarnation)) for agent in others)
         # Once it runs again, it learns that all others have given it up.
         cuts.cut = lambda sender, receiver: False
-        workers.eventually(lambda: len(frozen.members()) == 1)
+        wait_until(lambda: len(frozen.members()) == 1)
 
 
 def test_a_member_is_watched_whose_watchers_have_died_with_it():
     cuts = Cuts(MANY)
     with cuts.world as world:
-        workers.eventually(lambda: all(len(watched(agent)) <= 2 * EACH_SIDE for agent in world))
+        wait_until(lambda: all(len(watched(agent)) <= 2 * EACH_SIDE for agent in world))
         dead = watchers_of(world[3].me, sorted((agent.me for agent in world), key=lambda record: record.incarnation))
         dead = {world[3].me.incarnation, *dead}
         cuts.cut = lambda sender, receiver: sender in dead or receiver in dead
         others = [agent for agent in world if agent.me.incarnation not in dead]
-        workers.eventually(lambda: all(len(agent.members()) == len(others) for agent in others))
+        wait_until(lambda: all(len(agent.members()) == len(others) for agent in others))
 
 
 def test_a_frozen_member_that_goes_on_in_time_is_not_lost():
     cuts = Cuts(MANY, rpc.RpcBackendOptions(suspect_after=1.5, lost_after=60.0))
     with cuts.world as world:
-        workers.eventually(lambda: all(len(watched(agent)) <= 2 * EACH_SIDE for agent in world))
+        wait_until(lambda: all(len(watched(agent)) <= 2 * EACH_SIDE for agent in world))
         cuts.freeze(world[7])
-        workers.eventually(lambda: all(agent.statistics()["suspects"] for agent in world if agent is not world[7]))
+        wait_until(lambda: all(agent.statistics()["suspects"] for agent in world if agent is not world[7]))
         cuts.cut = lambda sender, receiver: False
-        workers.eventually(lambda: not any(agent.statistics()["suspects"] for agent in world))
+        wait_until(lambda: not any(agent.statistics()["suspects"] for agent in world))
         assert all(len(agent.members()) == MANY for agent in world)
-        workers.eventually(lambda: all(len(watched(agent)) <= 2 * EACH_SIDE for agent in world))
+        wait_until(lambda: all(len(watched(agent)) <= 2 * EACH_SIDE for agent in world))
 
 
 def test_a_goodbye_that_only_some_hear_is_noticed_by_all():
     cuts = Cuts(MANY)
     with cuts.world as world:
-        workers.eventually(lambda: all(len(watched(agent)) <= 2 * EACH_SIDE for agent in world))
+        wait_until(lambda: all(len(watched(agent)) <= 2 * EACH_SIDE for agent in world))
         leaver, others = world[7], [agent for agent in world if agent is not world[7]]
         told = watchers_of(leaver.me, sorted((agent.me for agent in world), key=lambda record: record.incarnation))
         away = leaver.me.incarnation
         cuts.cut = lambda sender, receiver: sender == away and receiver not in told
         leaver.close("has left")
-        workers.eventually(lambda: all(len(agent.members()) == MANY - 1 for agent in others))
+        wait_until(lambda: all(len(agent.members()) == MANY - 1 for agent in others))
         assert sum(agent.fate(away) == "has left" for agent in others) == 2 * EACH_SIDE
 
 
 def test_an_agent_that_is_refused_by_one_asks_all_others():
     cuts = Cuts(MANY)
     with cuts.world as world:
-        workers.eventually(lambda: all(len(watched(agent)) <= 2 * EACH_SIDE for agent in world))
+        wait_until(lambda: all(len(watched(agent)) <= 2 * EACH_SIDE for agent in world))
         cuts.asked.clear()
         world[0].handshake.on_refused(Refused(world[1].me.incarnation, "it was silent"))
         others = {agent.me.incarnation for agent in world} - {world[0].me.incarnation, world[1].me.incarnation}
         # One of a pair that watch each other asks, and both hear each other.
-        workers.eventually(
-            lambda: others <= {each for pair in cuts.asked if world[0].me.incarnation in pair for each in pair}
-        )
+        wait_until(lambda: others <= {each for pair in cuts.asked if world[0].me.incarnation in pair for each in pair})
 
 
 def test_a_message_for_which_nobody_waits_shows_a_cut():
     cuts = Cuts(MANY)
     with cuts.world as world:
         one, other = pair(world, neighbours=False)
-        workers.eventually(lambda: other.me.incarnation not in watched(one))
+        wait_until(lambda: other.me.incarnation not in watched(one))
         cut_pair(cuts, one, other)
         one.post(other.me.incarnation, GiveBack([]))
-        workers.eventually(lambda: len(one.members()) == len(other.members()) == MANY - 1)
+        wait_until(lambda: len(one.members()) == len(other.members()) == MANY - 1)
 
 
 def test_an_agent_that_alone_meets_all_others_watches_all():
     with World(MANY, options=QUICK, apart=True, dynamic=True) as world:
         world[0].links.meets_all = False
         world.add()  # it chooses again when an agent comes
-        workers.eventually(lambda: len(watched(world[0])) == MANY)
+        wait_until(lambda: len(watched(world[0])) == MANY)
 
 
 def test_keepers_and_their_hub_do_not_meet_each_other():
@@ -314,7 +313,7 @@ def test_a_cut_between_two_neighbours_is_no_loss_for_the_others():
     with cuts.world as world:
         one, other = pair(world, neighbours=True)
         cut_pair(cuts, one, other)
-        workers.eventually(lambda: len(one.members()) == len(other.members()) == MANY - 1)
+        wait_until(lambda: len(one.members()) == len(other.members()) == MANY - 1)
         assert all(len(agent.members()) == MANY for agent in world if agent not in (one, other))
 
 
@@ -323,7 +322,7 @@ def test_who_waits_for_a_member_learns_of_a_cut_to_it(when):
     cuts = Cuts(MANY)
     with cuts.world as world:
         one, other = pair(world, neighbours=False)
-        workers.eventually(lambda: other.me.incarnation not in watched(one))
+        wait_until(lambda: other.me.incarnation not in watched(one))
         if when == "before the call":
             cut_pair(cuts, one, other)
             with one.activate(), pytest.raises(nbdist.WorkerLost, match="silent"):
@@ -331,12 +330,12 @@ def test_who_waits_for_a_member_learns_of_a_cut_to_it(when):
         else:
             with one.activate():
                 call = rpc.rpc_async(other.me.name, workers.sleep, args=(20,), timeout=0)
-            workers.eventually(lambda: other.statistics()["running_calls"] == 1 and not one.links.outstanding())
+            wait_until(lambda: other.statistics()["running_calls"] == 1 and not one.links.outstanding())
             cut_pair(cuts, one, other)
             with pytest.raises(nbdist.WorkerLost, match="silent"):
                 call.wait(30)
         # The other one, which does not wait for the first, learns of it by way of others.
-        workers.eventually(lambda: len(other.members()) == MANY - 1)
+        wait_until(lambda: len(other.members()) == MANY - 1)
         assert all(len(agent.members()) == MANY for agent in world if agent not in (one, other))
 
 
@@ -354,7 +353,7 @@ def test_a_backward_pass_ends_if_two_of_its_workers_are_cut_off_from_each_other(
         for at, agent in zip(apart, (one, other), strict=True):
             chain.insert(at, agent)
         names = [agent.me.name for agent in chain]
-        workers.eventually(lambda: other.me.incarnation not in watched(one))
+        wait_until(lambda: other.me.incarnation not in watched(one))
         x = torch.ones(3, requires_grad=True)
         with chain[0].activate(), dist_autograd.context() as context_id:
             loss = autograd_functions.through(names[1:], x).sum()
@@ -365,7 +364,7 @@ def test_a_backward_pass_ends_if_two_of_its_workers_are_cut_off_from_each_other(
             assert x not in context_id.gradients()
         for agent in world:
             with agent.activate():
-                workers.eventually_is(0, autograd_functions.contexts_here)
+                wait_until(autograd_functions.contexts_here, equals=0)
 
 
 def test_a_backward_pass_ends_if_it_reaches_a_worker_that_its_root_has_lost(monkeypatch):
@@ -377,7 +376,7 @@ def test_a_backward_pass_ends_if_it_reaches_a_worker_that_its_root_has_lost(monk
         def lose(_):
             """Hold the pass up on the second worker, which has not named the third one to the root."""
             cut_pair(cuts, root, third)
-            workers.eventually(lambda: len(root.members()) == len(third.members()) == 2)
+            wait_until(lambda: len(root.members()) == len(third.members()) == 2)
 
         with root.activate(), dist_autograd.context() as context_id:
             loss = autograd_functions.through([second.me.name, third.me.name], x).sum()
@@ -386,7 +385,7 @@ def test_a_backward_pass_ends_if_it_reaches_a_worker_that_its_root_has_lost(monk
                 dist_autograd.backward(context_id, [loss])
         for agent in world:
             with agent.activate():
-                workers.eventually_is(0, autograd_functions.contexts_here)
+                wait_until(autograd_functions.contexts_here, equals=0)
 
 
 def test_a_gathering_ends_if_a_member_and_its_parent_are_cut_off_from_each_other():

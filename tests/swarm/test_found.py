@@ -11,6 +11,7 @@ import pytest
 import swarm_models
 import torch
 import transformers
+from helpers.waiting import wait_until
 
 from nbdist.errors import NbdistError, RpcTimeout, UsageError, WorkerLost
 from nbdist.swarm import CacheFull, NoRoute, adapter, model_cache, serve
@@ -179,10 +180,10 @@ def test_an_opening_that_fails_gives_back_what_it_had(world):
     remote = swarm.causal_lm()
     with pytest.raises(CacheFull) as kept:
         swarm_models.generate(remote, "one")
-    deadline = time.monotonic() + 10
-    while any(info.cache or info.sessions for info in swarm.info().values()):
-        assert time.monotonic() < deadline, kept
-        time.sleep(0.02)
+    wait_until(
+        lambda: not any(info.cache or info.sessions for info in swarm.info().values()),
+        f"room, with {kept.value!r} still there",
+    )
     swarm.close()
 
 
@@ -278,13 +279,6 @@ def make_slow(swarm, name, seconds):
     server = server_of(swarm, name)
     first = min(server.blocks)
     server.blocks[first] = Slow(server.blocks[first], seconds)
-
-
-def wait_until(condition):
-    deadline = time.monotonic() + 10
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 @torch.no_grad()

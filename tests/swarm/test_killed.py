@@ -17,6 +17,7 @@ import swarm_models
 import torch
 import transformers
 import workers
+from helpers.waiting import wait_until
 from python_path import python_path
 
 import nbdist
@@ -95,10 +96,7 @@ def test_a_call_to_a_server_that_is_known_to_be_gone_is_freed_at_once(three):
     swarm = serve(swarm_models.make("llama"), workers=[0, 1, 2])
     member = swarm.crew.member("worker1")
     swarm.kill(1)
-    deadline = time.monotonic() + 10
-    while "worker1" in api.current_agent().membership.names:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_until(lambda: "worker1" not in api.current_agent().membership.names)
     gc.collect()
     gc.disable()
     try:
@@ -120,11 +118,8 @@ def test_a_client_that_is_killed_takes_its_sessions_along(three, tmp_path):
         assert server.rpc_sync().info().sessions == 1
         server.rpc_sync().open("ours", 0, None, api.current_agent().me.incarnation)
         os.kill(three.workers[client].pid, signal.SIGKILL)
-        workers.eventually(lambda client=client: three.workers[client].lost)
-        deadline = time.monotonic() + 10
-        while server.rpc_sync().info().sessions == 2:
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        wait_until(lambda client=client: three.workers[client].lost)
+        wait_until(lambda: server.rpc_sync().info().sessions != 2)
         assert server.rpc_sync().info().sessions == 1  # that of who is there
         server.rpc_sync().close("ours")
     server.release()
@@ -280,10 +275,7 @@ def test_one_that_hangs_is_left_alone_for_a_while_and_then_asked_again(three):
     assert "worker1 did not answer for 2 s: it is left alone for 1.5 s" in "\n".join(swarm.log)
     assert swarm.states["worker1"] in ("banned", "online")
     assert swarm.states["worker0"] == swarm.states["worker2"] == "online"  # nobody who waited for it is to blame
-    deadline = time.monotonic() + 10
-    while swarm.states["worker1"] != "online":
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    wait_until(lambda: swarm.states["worker1"], equals="online")
     swarm.move(0, 6, "worker1")
     assert torch.equal(swarm_models.generate(remote, "greedy", tokens=20), expected)
     swarm.close()
@@ -370,10 +362,7 @@ def test_a_worker_that_was_killed_a_moment_ago_is_lost_and_not_unknown(three):
     os.kill(three.workers[1].pid, signal.SIGKILL)
     with pytest.raises(WorkerLost, match="was killed by SIGKILL"):
         serve(model, workers=[0, 1, 2])  # nobody may have noticed yet
-    deadline = time.monotonic() + 20
-    while not three.workers[1].lost:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_until(lambda: three.workers[1].lost)
     for named in (1, "worker1"):
         with pytest.raises(WorkerLost, match=r"worker.*1 was killed by SIGKILL"):
             serve(model, workers=[0, named])
@@ -428,10 +417,7 @@ def test_the_weights_go_with_a_program_that_is_killed(tmp_path):
         assert runtime in str(folder)
         assert (folder / "model.safetensors").exists()
         program.kill()
-        deadline = time.monotonic() + 60
-        while files := [*{*os.listdir(runtime)} - {"secret"}, *os.listdir(temporary)]:
-            assert time.monotonic() < deadline, files
-            time.sleep(0.05)
+        wait_until(lambda: [*{*os.listdir(runtime)} - {"secret"}, *os.listdir(temporary)], equals=[])
     finally:
         program.kill()
         program.communicate()

@@ -1,12 +1,12 @@
 """One server: what it is asked, by whom, in which order, with how much room."""
 
 import threading
-import time
 import weakref
 
 import pytest
 import swarm_models
 import torch
+from helpers.waiting import wait_until
 
 from nbdist.errors import UsageError
 from nbdist.gpus import staging
@@ -92,13 +92,6 @@ class Client:
 @pytest.fixture
 def client(world, llama, ask):
     return lambda **options: Client(llama, *ask(**options), world[0].me.incarnation)
-
-
-def wait_until(condition):
-    deadline = time.monotonic() + 10
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
 
 
 def test_a_step_that_was_taken_has_the_same_answer_again(client):

@@ -5,7 +5,8 @@ import threading
 import pytest
 import swarm_models
 import torch
-from other_hosts import can_make_hosts, hosts, wait_for_file
+from helpers.waiting import wait_for_file
+from other_hosts import can_make_hosts, hosts
 
 import nbdist
 from nbdist.rpc.named import NotOffered

@@ -2,12 +2,12 @@
 
 import contextlib
 import gc
-import time
 from types import SimpleNamespace
 
 import pytest
 import swarm_models
 import torch
+from helpers.waiting import wait_until
 
 from nbdist import trace
 from nbdist.amounts import size
@@ -96,10 +96,7 @@ def test_what_a_session_had_goes_with_its_cache(both):
     gc.collect()
     swarm_models.generate(remote, "one")
     gc.collect()
-    deadline = time.monotonic() + 10
-    while any(info.sessions for info in swarm.info().values()):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_until(lambda: not any(info.sessions for info in swarm.info().values()))
 
 
 def test_gradients_do_not_come_through_a_cache_that_has_something(world):

@@ -11,6 +11,7 @@ import weakref
 
 import pytest
 import torch
+from helpers.waiting import wait_until
 
 import nbdist
 from nbdist import autograd as dist_autograd
@@ -68,13 +69,6 @@ def leaf():
 def states(watcher):
     found = watcher.backward
     return [found.state_of(key) for key in found.nodes]
-
-
-def wait_until(condition):
-    deadline = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
 
 
 def test_a_pass_that_is_over(world):

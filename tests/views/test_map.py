@@ -11,6 +11,7 @@ from xml.etree import ElementTree
 import pytest
 import swarm_double
 from frontend import Notebook
+from helpers.waiting import wait_until
 from swarm_double import Swarm, large, server, three
 
 from nbdist.views.map import as_html, as_svg, in_order, missing, parts, snapshot_of
@@ -18,13 +19,6 @@ from nbdist.views.widgets.map import MapView
 from nbdist.views.widgets.view import View
 
 WIDGET = "application/vnd.jupyter.widget-view+json"
-
-
-def wait_until(condition):
-    deadline = time.monotonic() + 10
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 # --- what is drawn --------------------------------------------------------------------------------

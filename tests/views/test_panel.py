@@ -21,7 +21,7 @@ def cluster():
         yield cluster
 
 
-def until(panel, condition):
+def sample_until(panel, condition):
     deadline = time.monotonic() + 20
     while True:
         panel.sample()
@@ -35,7 +35,7 @@ def until(panel, condition):
 def test_what_runs_where_and_what_it_costs(cluster):
     panel = Panel(cluster)
     cell = cluster.execute("def spin():\n    while True:\n        pass\nspin()", "1", block=False)
-    rows = until(panel, lambda rows: rows["worker1"]["cpu"][-1] > 0.1 and rows["worker1"]["where"])
+    rows = sample_until(panel, lambda rows: rows["worker1"]["cpu"][-1] > 0.1 and rows["worker1"]["where"])
     assert rows["worker1"]["state"] == "busy"
     assert rows["worker1"]["runs"].startswith("def spin():")
     assert rows["worker1"]["where"].startswith(f"In[{cell.number}]:")
@@ -47,7 +47,7 @@ def test_what_runs_where_and_what_it_costs(cluster):
     with pytest.raises(Exception) as failed:  # noqa: PT011 - its type is made for it
         cell.wait(20)
     assert type(failed.value).__name__ == "KeyboardInterrupt"
-    until(panel, lambda rows: rows["worker1"]["state"] == "idle")
+    sample_until(panel, lambda rows: rows["worker1"]["state"] == "idle")
 
 
 def test_who_waits_for_whom(cluster):
@@ -55,11 +55,11 @@ def test_who_waits_for_whom(cluster):
     cluster.execute("import threading\ngate = threading.Event()", "1")
     held = "def held():\n    import __main__\n    return __main__.gate.wait(60)\n"
     cluster.execute(f"{held}from nbdist import rpc\nx = rpc.rpc_async('worker1', held)", "0")
-    until(panel, lambda rows: waits(panel) and rows["worker1"]["calls"] == 1)
+    sample_until(panel, lambda rows: waits(panel) and rows["worker1"]["calls"] == 1)
     assert waits(panel) == {("worker0", "worker1"): 1}
     assert "worker0 waits for 1 of worker1" in panel._repr_html_()
     cluster.execute("gate.set()", "1")
-    until(panel, lambda _: not waits(panel))
+    sample_until(panel, lambda _: not waits(panel))
 
 
 def waits(panel):
@@ -89,7 +89,7 @@ def test_a_worker_that_holds_the_gil_is_still_located(cluster):
     panel = Panel(cluster)
     code = "import re\n\ndef stuck():\n    return re.match('(a+)+b', 'a' * 60)\n\nstuck()"
     cell = cluster.execute(code, "1", block=False)
-    rows = until(panel, lambda rows: "(a+)+b" in rows["worker1"]["where"])
+    rows = sample_until(panel, lambda rows: "(a+)+b" in rows["worker1"]["where"])
     assert rows["worker1"]["where"].startswith(f"In[{cell.number}]:4 in stuck: return re.match(")
     assert f"In[{cell.number}]:4" in repr(panel)
     cluster.restart("1")
@@ -100,7 +100,7 @@ def test_a_worker_that_holds_the_gil_is_still_located(cluster):
 def test_the_end_of_what_it_has_written(cluster):
     panel = Panel(cluster)
     cluster.execute("import sys\nfor n in range(9): print('line', n)\nprint('oh', file=sys.stderr)", "0", quiet=True)
-    rows = until(panel, lambda rows: rows["worker0"]["log"] and rows["worker0"]["log"][-1][1] == "oh")
+    rows = sample_until(panel, lambda rows: rows["worker0"]["log"] and rows["worker0"]["log"][-1][1] == "oh")
     times, lines = zip(*rows["worker0"]["log"], strict=True)
     assert list(lines) == [*(f"line {n}" for n in range(5, 9)), "oh"]
     assert sorted(times) == list(times)
@@ -149,14 +149,14 @@ def test_a_worker_that_is_gone(cluster, patient):
     panel = Panel(cluster)
     code = "import torch\nfrom nbdist import rpc\nrpc.rpc_sync('worker0', torch.numel, args=(torch.ones(25_000_000),))"
     cluster.execute(code, "1")
-    until(panel, lambda _: any(each["from"] == "worker1" for each in panel.snapshot()["talk"]))
+    sample_until(panel, lambda _: any(each["from"] == "worker1" for each in panel.snapshot()["talk"]))
     with pytest.raises(nbdist.WorkerLost):
         cluster.execute("import os; os._exit(3)", "1")
-    rows = until(panel, lambda rows: rows["worker1"]["lost"])
+    rows = sample_until(panel, lambda rows: rows["worker1"]["lost"])
     assert "exited with code 3" in rows["worker1"]["state"]
     assert not any(each["from"] == "worker1" for each in panel.snapshot()["talk"])
     cluster.restart("1")
-    until(panel, lambda rows: rows["worker1"]["state"] == "idle")
+    sample_until(panel, lambda rows: rows["worker1"]["state"] == "idle")
 
 
 def test_who_holds_others_up():

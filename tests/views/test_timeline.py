@@ -8,12 +8,12 @@ import re
 import subprocess
 import sys
 import threading
-import time
 from functools import partial
 from html import escape
 
 import pytest
 import torch
+from helpers.waiting import wait_until
 from late_gpu import SECONDS, LateGpu
 from pipeline_models import Slow, square
 
@@ -158,13 +158,6 @@ def test_it_can_be_looked_at_while_it_runs_and_keeps_no_more_than_it_can(monkeyp
         assert len(told.noted) <= 5
         assert told.lost > 10
         assert "missing" in repr(told)
-
-
-def wait_until(condition):
-    deadline = time.monotonic() + 10
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def watches_of(world, monkeypatch):
