@@ -143,7 +143,7 @@ def call(side: str, master: str, host: str, interface: str, streams: bool) -> di
 
 def measure(side: str, streams: bool) -> dict[str, float]:
     """Run one side on two new hosts; return seconds by case."""
-    from other_hosts import hosts
+    from helpers.hosts.other_hosts import hosts
 
     with hosts(2) as (_, (first, second)):
         sides = []
@@ -226,8 +226,8 @@ def call_far(side: str, master: str, host: str, interface: str, callee: str) -> 
 
 def measure_far(side: str) -> dict[str, float]:
     """Run one side on two new hosts with 50 ms between them; return seconds."""
-    from other_hosts import hosts
-    from relay import relay
+    from helpers.hosts.other_hosts import hosts
+    from helpers.hosts.relay import relay
 
     with hosts(2) as (_, (first, second)), relay(second, ONE_WAY):
         sides = []

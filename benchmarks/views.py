@@ -22,8 +22,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
-import browser
 import harness
+from helpers.notebook import browser
 
 ROOT = Path(__file__).parent.parent
 

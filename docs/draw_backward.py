@@ -50,7 +50,7 @@ def main() -> None:
     options.add_argument("--dark", action="store_true")
     given = options.parse_args()
     sys.path.insert(0, str(ROOT / "tests"))
-    from browser import notebook
+    from helpers.notebook.browser import notebook
 
     theme = "JupyterLab Dark" if given.dark else None
     with tempfile.TemporaryDirectory() as folder, notebook(CELLS, "notebook", Path(folder), theme=theme) as page:

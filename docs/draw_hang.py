@@ -119,7 +119,7 @@ def shots(page: Any, index: int, made: Film, seconds: float) -> Iterator[None]:
 def main() -> None:
     """Draw it."""
     sys.path.insert(0, str(ROOT / "tests"))
-    from browser import notebook
+    from helpers.notebook.browser import notebook
 
     with tempfile.TemporaryDirectory() as folder, notebook(CELLS, "notebook", Path(folder)) as page:
         film(page).write(PICTURE)

@@ -36,7 +36,7 @@ def run_cells() -> list[list[tuple[str, str]]]:
     sys.path.insert(0, str(ROOT / "tests"))
     with tempfile.TemporaryDirectory(prefix="nbdist-draw-", dir="/tmp") as runtime:
         os.environ.setdefault("NBDIST_RUNTIME_DIR", runtime)
-        from frontend import Notebook
+        from helpers.notebook.frontend import Notebook
 
         with Notebook(load=False) as notebook:
             return [_shown(notebook.run(code, check=False)) for code in CELLS]

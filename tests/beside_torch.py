@@ -24,9 +24,9 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-import stacks
 import torch
-from python_path import python_path
+from helpers.processes import stacks
+from helpers.suite.python_path import python_path
 
 from nbdist import __version__
 

@@ -14,9 +14,9 @@ import tempfile
 from pathlib import Path
 
 import pytest
+from helpers.suite.needs import need_of
 from helpers.waiting import wait_until
 from hypothesis import settings
-from needs import need_of
 
 _runtime = tempfile.mkdtemp(prefix="nbdist-tests-", dir="/tmp")
 os.environ["NBDIST_RUNTIME_DIR"] = _runtime
@@ -86,7 +86,9 @@ def world(three):
 
 def pytest_addoption(parser):
     parser.addoption("--pictures", help="a folder in which tests of pages leave pictures of them")
-    parser.addoption("--one-process", action="store_true", help="fail a test that starts a process: see tests/needs.py")
+    parser.addoption(
+        "--one-process", action="store_true", help="fail a test that starts a process: see tests/helpers/suite/needs.py"
+    )
 
 
 _STARTS = {"subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.system"}
@@ -97,7 +99,9 @@ _running: list[str] = []
 
 def _refuse(event: str, arguments: tuple) -> None:
     if _running and event in _STARTS:
-        raise AssertionError(f"{_running[0]} starts a process, which tests/needs.py overlooks: {event}{arguments}")
+        raise AssertionError(
+            f"{_running[0]} starts a process, which tests/helpers/suite/needs.py overlooks: {event}{arguments}"
+        )
 
 
 def pytest_configure(config) -> None:

@@ -3,7 +3,7 @@
 import beside_torch
 import pytest
 from beside_torch import Program, main
-from stacks import has_ended
+from helpers.processes.stacks import has_ended
 
 pytestmark = pytest.mark.soak  # only the soak runs the script
 

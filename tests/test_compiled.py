@@ -7,9 +7,9 @@ import sys
 from contextlib import closing
 
 import pytest
-import swarm_models
 import torch
-import workers
+from helpers.models import swarm_models
+from helpers.processes import workers
 
 import nbdist
 from nbdist import autograd as dist_autograd

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from frontend import Notebook
+from helpers.notebook.frontend import Notebook
 
 DOCS = Path(__file__).parents[1] / "docs"
 FENCE = re.compile(r"^```(.*)\n((?:.*\n)*?)```$", re.MULTILINE)

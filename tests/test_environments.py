@@ -9,8 +9,8 @@ import sys
 import zipfile
 from pathlib import Path
 
-import older
 import pytest
+from helpers.notebook import older_packages
 
 ROOT = Path(__file__).parents[1]
 EXTRAS = ("", "swarm", "notebook")
@@ -19,7 +19,7 @@ PLACES = ("colab", "kaggle", "kaggle-now")
 
 def python_of(name):
     """The Python that an environment has, by its list's last line of comments."""
-    return re.findall(r"^# Python (.*)", (older.LISTS / f"{name}.txt").read_text(), re.MULTILINE)[-1]
+    return re.findall(r"^# Python (.*)", (older_packages.LISTS / f"{name}.txt").read_text(), re.MULTILINE)[-1]
 
 
 @pytest.fixture(scope="module")
@@ -43,10 +43,10 @@ def built(tmp_path_factory):
 )
 def test_a_resolver_keeps_all_packages(name, extra, built, tmp_path):
     """For the environment's own Python, which need not be here."""
-    listed = [pin for pin in older.pins(name) if pin.partition("==")[0] not in ("pip", "setuptools")]
+    listed = [pin for pin in older_packages.pins(name) if pin.partition("==")[0] not in ("pip", "setuptools")]
     (tmp_path / "constraints.txt").write_text("\n".join(listed))
     (tmp_path / "wanted.txt").write_text(f"nbdist{f'[{extra}]' if extra else ''} @ {built.as_uri()}\n")
-    command = [*older.UV, "compile", "--quiet", "--no-annotate", "--no-header", "--python-platform", "linux"]
+    command = [*older_packages.UV, "compile", "--quiet", "--no-annotate", "--no-header", "--python-platform", "linux"]
     command += ["--python-version", python_of(name), "-c", "constraints.txt", "wanted.txt"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=280)
     if "error sending request" in done.stderr or "Failed to fetch" in done.stderr:
@@ -76,10 +76,10 @@ def place(name, tmp_path):
     """Return the Python of an environment with a place's packages; torch is there by its name only."""
     python = tmp_path / "place" / "bin" / "python"
     subprocess.run([sys.executable, "-m", "venv", tmp_path / "place"], check=True, timeout=100)
-    listed = dict(pin.split("==") for pin in older.pins(name))
+    listed = dict(pin.split("==") for pin in older_packages.pins(name))
     torch = empty_package("torch", listed["torch"], tmp_path)
-    wanted = [f"{package}=={version}" for package, version in listed.items() if package not in older.SHARED]
-    command = [*older.UV, "install", "--quiet", "--no-deps", "--python", python, *wanted, torch]
+    wanted = [f"{package}=={version}" for package, version in listed.items() if package not in older_packages.SHARED]
+    command = [*older_packages.UV, "install", "--quiet", "--no-deps", "--python", python, *wanted, torch]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         pytest.skip(f"the packages of {name} cannot be had: {done.stderr.strip()[-300:]}")

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from python_path import python_path
+from helpers.suite.python_path import python_path
 
 import nbdist
 from nbdist import registry

@@ -10,9 +10,9 @@ from collections.abc import Iterable, Set
 
 import psutil
 import pytest
-import swarm_models
-from frontend import Notebook
-from listening import family, listening, ports, reachable
+from helpers.models import swarm_models
+from helpers.notebook.frontend import Notebook
+from helpers.processes.listening import family, listening, ports, reachable
 
 import nbdist
 from nbdist.swarm import serve

@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from frontend import Notebook
+from helpers.notebook.frontend import Notebook
 
 BINDER = 1024
 SERVER = 100

@@ -2,9 +2,9 @@
 
 import subprocess
 
-import other_hosts
 import pytest
-from other_hosts import can_make_hosts, hosts
+from helpers.hosts import other_hosts
+from helpers.hosts.other_hosts import can_make_hosts, hosts
 
 _LOOK = "import os, sys; print(os.path.exists(sys.argv[1]), os.listdir(sys.argv[2]), os.getcwd())"
 
@@ -16,7 +16,7 @@ def test_a_clone_below_tmp_is_seen_and_nothing_else_there(tmp_path, monkeypatch,
     clone.mkdir()
     hidden.mkdir()
     (clone / "file").touch()
-    monkeypatch.setattr(other_hosts, "__file__", str(clone / "tests" / "other_hosts.py"))
+    monkeypatch.setattr(other_hosts, "__file__", str(clone / "tests" / "helpers" / "hosts" / "other_hosts.py"))
     with hosts(1) as (_, [other]):
         process = other.start("-c", _LOOK, str(clone / "file"), str(tmp_path), stdout=subprocess.PIPE)
         with process.stdout:

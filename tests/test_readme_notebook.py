@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from frontend import Notebook
+from helpers.notebook.frontend import Notebook
 
 from nbdist.magics.dist_magics import DistMagics
 

@@ -8,7 +8,7 @@ import threading
 import weakref
 
 import pytest
-from interrupts import Interrupts
+from helpers.abuse.interrupts import Interrupts
 
 from nbdist.signals import DeferredSignals
 

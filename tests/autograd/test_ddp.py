@@ -7,7 +7,15 @@ from collections import Counter
 
 import pytest
 import torch
-from autograd_functions import first_and_second, gradients, gradients_of, make, make_two, run, run_delayed
+from helpers.models.autograd_functions import (
+    first_and_second,
+    gradients,
+    gradients_of,
+    make,
+    make_two,
+    run,
+    run_delayed,
+)
 from torch import distributed
 from torch.nn.parallel import DistributedDataParallel
 

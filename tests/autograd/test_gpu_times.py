@@ -5,7 +5,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from late_gpu import SECONDS, LateGpu
+from helpers.simulated.late_gpu import SECONDS, LateGpu
 
 from nbdist import autograd as dist_autograd
 from nbdist import rpc

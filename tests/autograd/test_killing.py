@@ -7,7 +7,7 @@ import threading
 
 import pytest
 import torch
-from autograd_functions import contexts_here, relay
+from helpers.models.autograd_functions import contexts_here, relay
 from helpers.waiting import wait_until
 
 import nbdist

@@ -7,7 +7,7 @@ import weakref
 
 import pytest
 import torch
-from autograd_functions import forward_and_own, kilobytes, stage
+from helpers.models.autograd_functions import forward_and_own, kilobytes, stage
 from helpers.waiting import wait_until
 
 import nbdist

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 import torch
-from autograd_functions import times_leaf
+from helpers.models.autograd_functions import times_leaf
 
 from nbdist import autograd as dist_autograd
 from nbdist import rpc

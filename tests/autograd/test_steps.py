@@ -4,12 +4,12 @@ import random
 import threading
 import time
 
-import autograd_functions
 import pytest
 import torch
-from autograd_functions import each_by_way_of_worker2, gradient_of, stage, weights
-from autograd_programs import WORKERS, assert_same, programs
-from examples_tried import quick
+from helpers.models import autograd_functions
+from helpers.models.autograd_functions import each_by_way_of_worker2, gradient_of, stage, weights
+from helpers.models.autograd_programs import WORKERS, assert_same, programs
+from helpers.suite.examples import quick
 from hypothesis import given
 
 from nbdist import autograd as dist_autograd

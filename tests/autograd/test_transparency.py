@@ -1,8 +1,8 @@
 """G1: any program has the gradients over workers that it has in one process, and each hook runs as often."""
 
 import pytest
-from autograd_programs import WORKERS, assert_same, programs
-from examples_tried import long, quick
+from helpers.models.autograd_programs import WORKERS, assert_same, programs
+from helpers.suite.examples import long, quick
 from hypothesis import given
 
 from nbdist.rpc import RpcBackendOptions

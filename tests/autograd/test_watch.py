@@ -6,7 +6,7 @@ import traceback
 
 import pytest
 import torch
-from autograd_functions import begin_pass
+from helpers.models.autograd_functions import begin_pass
 from helpers.waiting import wait_until
 
 import nbdist

@@ -6,7 +6,7 @@ import threading
 from itertools import count
 
 import pytest
-from interrupts import Interrupts
+from helpers.abuse.interrupts import Interrupts
 
 from nbdist.channel.contract import Channel, ChannelError
 from nbdist.channel.local import LocalChannel

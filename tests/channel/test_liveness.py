@@ -5,8 +5,8 @@ import signal
 import subprocess
 import threading
 
-import file_table
 import pytest
+from helpers.processes import file_table
 
 from nbdist.channel.process_watch import ProcessWatch, is_alive, started_at
 

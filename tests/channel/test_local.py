@@ -18,10 +18,9 @@ import threading
 import time
 from pathlib import Path
 
-import file_table
 import psutil
 import pytest
-import workers
+from helpers.processes import file_table, workers
 from helpers.waiting import wait_until
 from hypothesis import given
 from hypothesis import strategies as st

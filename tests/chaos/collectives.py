@@ -7,7 +7,7 @@ import os
 import random
 import time
 
-from stacks import collect
+from helpers.processes.stacks import collect
 
 import nbdist
 from chaos import recorder

@@ -12,7 +12,7 @@ import time
 import traceback
 from typing import Any
 
-import stacks
+from helpers.processes import stacks
 
 import nbdist
 from chaos import phases, recorder, tasks

@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from python_path import python_path
-from stacks import collect
+from helpers.processes.stacks import collect
+from helpers.suite.python_path import python_path
 
 from chaos import disturbances, leftovers, phases, recorder
 from chaos.ledger import Finding, Ledger, Struck

@@ -7,8 +7,8 @@ import os
 import random
 import time
 
-import swarm_models
 import torch
+from helpers.models import swarm_models
 
 import nbdist
 from chaos import recorder

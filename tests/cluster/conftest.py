@@ -1,8 +1,8 @@
 """A notebook with a cluster, shared by the tests of one module; and keepers, whose workers join a cluster."""
 
 import pytest
-from frontend import Notebook
-from joined import Keepers
+from helpers.hosts.keepers import Keepers
+from helpers.notebook.frontend import Notebook
 
 
 @pytest.fixture(scope="module")

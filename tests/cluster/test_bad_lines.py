@@ -10,10 +10,10 @@ import time
 import psutil
 import pytest
 import torch
+from helpers.hosts.keepers import cluster_on
+from helpers.hosts.other_hosts import can_make_hosts, hosts
+from helpers.hosts.relay import can_relay, relay
 from helpers.waiting import wait_until
-from joined import cluster_on
-from other_hosts import can_make_hosts, hosts
-from relay import can_relay, relay
 
 from nbdist import rpc
 from nbdist.errors import WorkerLost

@@ -1,7 +1,7 @@
 """`%%capture` and `redirect_stdout` in the notebook: they take what workers put out, as a cell's own output."""
 
 import pytest
-from frontend import Notebook
+from helpers.notebook.frontend import Notebook
 
 SAY = "import sys; print('said', 1); print('oh', file=sys.stderr)"
 

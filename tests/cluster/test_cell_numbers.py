@@ -1,7 +1,7 @@
 """Places in cells are named by the notebook's numbers, such as In[3]:2, wherever the code runs."""
 
 import pytest
-from frontend import Notebook
+from helpers.notebook.frontend import Notebook
 
 WHERE = """
 import sys

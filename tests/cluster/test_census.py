@@ -7,9 +7,9 @@ import sys
 import threading
 import weakref
 
-import hostile
 import pytest
 import torch
+from helpers.abuse import hostile_objects
 
 from nbdist.cluster.inspection import variables
 from nbdist.cluster.inspection.census import Census, CensusWalk
@@ -157,15 +157,15 @@ def test_what_leads_to_everything_is_passed_by():
 
 def test_no_code_of_hostile_classes_is_called():
     tensor = torch.ones(1000)
-    objects = hostile.every(tensor)
+    objects = hostile_objects.every(tensor)
     named = [NamedValue([f"x{number}"], "variable", value) for number, value in enumerate(objects)]
     named.append(NamedValue(["all"], "variable", [*objects, *map(type, objects)]))
-    hostile.called.clear()
+    hostile_objects.called.clear()
     census = Census()
     census.watched[id(tensor)] = 5
     rows, leading = variables.count(census, named)
     states = [describe_value(value) for value in objects]
-    assert not hostile.called
+    assert not hostile_objects.called
     assert (next(iter(census.buffers.values())).nbytes, len(census.buffers)) == (4000, 3)
     assert {each.names[0] for each in leading[5]} == {"x0", "x1", "x2", "x6"}
     assert {row.state.qualname for row in rows} >= {"HostilePlain", "Hostilelist", "Hostiledict", "HostileTensor"}
@@ -186,15 +186,15 @@ def test_a_tensor_whose_class_answers_torch_itself():
         def __init__(self, inner):
             self.inner = inner
 
-        __torch_dispatch__ = classmethod(hostile.refuse("__torch_dispatch__"))
-        __torch_function__ = classmethod(hostile.refuse("__torch_function__"))
+        __torch_dispatch__ = classmethod(hostile_objects.refuse("__torch_dispatch__"))
+        __torch_function__ = classmethod(hostile_objects.refuse("__torch_function__"))
 
     wrapper = Wrapper(torch.ones(100))
-    hostile.called.clear()
+    hostile_objects.called.clear()
     state = describe_value(wrapper)
     assert (state.qualname.rpartition(".")[2], state.shape) == ("Wrapper", None)
     assert buffers([wrapper]) == [400]
-    assert not hostile.called
+    assert not hostile_objects.called
 
 
 # -- bounds ---------------------------------------------------------------------------------------

@@ -5,8 +5,8 @@ import threading
 from pathlib import Path
 
 import pytest
+from helpers.hosts.other_hosts import can_make_hosts, hosts
 from helpers.waiting import wait_for_file
-from other_hosts import can_make_hosts, hosts
 
 import nbdist
 from nbdist.cluster.hosts import code_copy

@@ -5,7 +5,7 @@ import re
 import signal
 
 import pytest
-from frontend import Notebook
+from helpers.notebook.frontend import Notebook
 
 DDP = """
 from torch.nn.parallel import DistributedDataParallel

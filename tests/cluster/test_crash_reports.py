@@ -4,7 +4,7 @@ import re
 import threading
 
 import pytest
-from frontend import Notebook
+from helpers.notebook.frontend import Notebook
 
 from nbdist.cluster.kernels.crash_reports import lines_that_say_why, share_expected
 from nbdist.cluster.kernels.sightings import Sighting, say_last_seen

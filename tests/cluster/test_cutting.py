@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 
 import pytest
-from frontend import Notebook
+from helpers.notebook.frontend import Notebook
 from helpers.waiting import wait_until
 
 import nbdist

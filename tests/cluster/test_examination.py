@@ -9,8 +9,8 @@ import time
 from dataclasses import replace
 
 import pytest
-import workers
-from frontend import Notebook
+from helpers.notebook.frontend import Notebook
+from helpers.processes import workers
 from helpers.waiting import wait_until
 
 import nbdist

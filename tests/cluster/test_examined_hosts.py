@@ -6,8 +6,8 @@ import subprocess
 import threading
 
 import pytest
+from helpers.hosts.other_hosts import can_make_hosts, hosts
 from helpers.waiting import wait_for_file
-from other_hosts import can_make_hosts, hosts
 
 import nbdist
 

@@ -1,7 +1,7 @@
 """What a new user trips over in cells: names of the notebook, `exit`, old output in an error."""
 
 import pytest
-from frontend import Notebook
+from helpers.notebook.frontend import Notebook
 
 
 @pytest.fixture(scope="module")

@@ -18,10 +18,10 @@ import weakref
 import psutil
 import pytest
 import torch
-from frontend import Notebook
+from helpers.hosts.keepers import cluster_on, keeper_of
+from helpers.hosts.other_hosts import can_make_hosts, hosts
+from helpers.notebook.frontend import Notebook
 from helpers.waiting import wait_until
-from joined import cluster_on, keeper_of
-from other_hosts import can_make_hosts, hosts
 
 import nbdist
 from nbdist import rpc

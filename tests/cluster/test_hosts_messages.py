@@ -13,9 +13,9 @@ import msgspec
 import psutil
 import pytest
 import torch.distributed as dist
+from helpers.hosts.other_hosts import can_make_hosts
 from helpers.waiting import wait_until
 from msgspec import structs
-from other_hosts import can_make_hosts
 
 from nbdist.channel.contract import ChannelError
 from nbdist.channel.entrance import knock

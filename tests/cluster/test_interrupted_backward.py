@@ -10,7 +10,7 @@ import threading
 import time
 
 import pytest
-from frontend import COLOUR
+from helpers.notebook.frontend import COLOUR
 from helpers.waiting import wait_for_error, wait_until
 
 import nbdist

@@ -9,7 +9,7 @@ import threading
 import time
 
 import pytest
-import workers
+from helpers.processes import workers
 from helpers.waiting import wait_until
 
 import nbdist

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers.hosts.keepers import cluster_on
+from helpers.hosts.other_hosts import can_make_hosts, hosts
 from helpers.waiting import wait_for_file, wait_until
-from joined import cluster_on
-from other_hosts import can_make_hosts, hosts
 
 import nbdist
 from nbdist import rpc

@@ -12,8 +12,8 @@ import threading
 import time
 
 import pytest
+from helpers.hosts.keepers import Keepers, keeper_of
 from helpers.waiting import wait_for_file, wait_until
-from joined import Keepers, keeper_of
 
 import nbdist
 from nbdist.cluster.kernels.workers import StartError

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import psutil
 import pytest
-from frontend import Notebook
+from helpers.hosts.other_hosts import can_make_hosts, hosts
+from helpers.notebook.frontend import Notebook
+from helpers.suite.python_path import python_path
 from helpers.waiting import wait_for_file
-from other_hosts import can_make_hosts, hosts
-from python_path import python_path
 
 import nbdist
 from nbdist.testing import LauncherContract

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from frontend import Notebook
+from helpers.notebook.frontend import Notebook
 
 RUNTIME = Path(os.environ["NBDIST_RUNTIME_DIR"])
 

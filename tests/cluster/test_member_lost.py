@@ -9,7 +9,7 @@ import signal
 import time
 
 import pytest
-import workers
+from helpers.processes import workers
 from helpers.waiting import wait_for_error, wait_for_marks
 
 import nbdist

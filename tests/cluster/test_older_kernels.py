@@ -8,10 +8,10 @@ import tempfile
 import time
 from pathlib import Path
 
-import older
 import pytest
-from frontend import Notebook
-from python_path import python_path
+from helpers.notebook import older_packages
+from helpers.notebook.frontend import Notebook
+from helpers.suite.python_path import python_path
 
 LOSING = "ipykernel-7.3"
 ENVIRONMENTS = [LOSING, "colab", pytest.param("kaggle", marks=pytest.mark.soak)]
@@ -28,7 +28,7 @@ def name(request):
 @pytest.fixture(scope="module")
 def folder(name):
     with tempfile.TemporaryDirectory(prefix="nbdist-tests-") as folder:
-        older.install(name, Path(folder))
+        older_packages.install(name, Path(folder))
         yield folder
 
 
@@ -41,7 +41,7 @@ def old(folder):
 
 
 def test_they_are_what_runs(old, name):
-    listed = dict(pin.split("==") for pin in older.pins(name))
+    listed = dict(pin.split("==") for pin in older_packages.pins(name))
     for package in ("ipykernel", "IPython", "ipywidgets", "numpy"):
         if wanted := listed.get(package.lower()):
             assert old.run(f"__import__({package!r}).__version__").result == repr(wanted)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from frontend import Notebook
+from helpers.notebook.frontend import Notebook
 
 from nbdist.cluster.jupyter.page_lines import Page, lines_above
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from unittest import mock
 
 import pytest
-from frontend import Executed, Notebook
+from helpers.notebook.frontend import Executed, Notebook
 
 for needed in ("ipywidgets", "matplotlib", "tqdm"):
     pytest.importorskip(needed)

@@ -1,6 +1,6 @@
 """Much output, from many workers, while the notebook is busy: nothing is lost, doubled or mixed up."""
 
-from frontend import Notebook
+from helpers.notebook.frontend import Notebook
 
 
 def test_four_workers_print_ten_thousand_lines_each_while_the_notebook_is_busy(tmp_path):

@@ -16,11 +16,13 @@ from pathlib import Path
 
 import psutil
 import pytest
+from helpers.suite.python_path import python_path
 from helpers.waiting import wait_until
-from python_path import python_path
 
 from nbdist.cluster.processes.worker_processes import Processes, describe_exit
 from nbdist.errors import UsageError, WorkerLost
+
+ENTRIES = "helpers.processes.entries"
 
 
 class Owned:
@@ -32,7 +34,7 @@ class Owned:
         self.processes = Processes(self.folder, self.ends.__setitem__, preload=preload, idle=idle, fork=fork)
 
     def start(self, name: str, entry: str, *arguments: str, **environment: str) -> int:
-        return self.processes.start(name, f"entries:{entry}", arguments, {**os.environ, **environment}).result(30)
+        return self.processes.start(name, f"{ENTRIES}:{entry}", arguments, {**os.environ, **environment}).result(30)
 
     def end_of(self, name: str) -> int:
         wait_until(lambda: name in self.ends)
@@ -69,7 +71,7 @@ def test_it_forks_where_it_can():
 
 @pytest.mark.parametrize("reason", ["told not to", "a thread runs"])
 def test_it_spawns_where_forking_is_not_safe(reason):
-    found = Owned(reason != "told not to", ("entries_threaded",) if reason == "a thread runs" else ())
+    found = Owned(reason != "told not to", (f"{ENTRIES}_threaded",) if reason == "a thread runs" else ())
     assert not found.processes.ready(30).forks
     found.start("worker0", "leave", "3")
     assert found.end_of("worker0") == 3
@@ -155,7 +157,7 @@ def test_it_is_imported_as_the_owner_would_now(tmp_path, monkeypatch):
     ("module", "says"),
     [
         ("no_such_module", "cannot import no_such_module: ModuleNotFoundError"),
-        ("entries_that_exit", "cannot import entries_that_exit: SystemExit: 3"),
+        (f"{ENTRIES}_that_exit", f"cannot import {ENTRIES}_that_exit: SystemExit: 3"),
     ],
 )
 def test_of_more_that_cannot_be_imported_is_told(module, says):
@@ -187,7 +189,7 @@ def test_what_an_import_sets_is_there_and_signals_are_heeded_still(tmp_path, mon
 
 def test_workers_are_spawned_if_what_was_imported_starts_threads(caplog, tmp_path):
     found = Owned(True)
-    found.processes.preload(["entries_threaded"]).result(30)
+    found.processes.preload([f"{ENTRIES}_threaded"]).result(30)
     assert "has begun a thread" in caplog.text
     found.start("worker0", "tell", str(tmp_path / "told"), "")
     assert not json.loads(read(tmp_path / "told"))["preloaded"]  # else it were forked
@@ -196,7 +198,7 @@ def test_workers_are_spawned_if_what_was_imported_starts_threads(caplog, tmp_pat
 
 def test_who_waits_for_an_import_hears_of_a_zygote_that_ends():
     found = Owned(True)
-    preloading = found.processes.preload(["entries_that_end_the_process"])
+    preloading = found.processes.preload([f"{ENTRIES}_that_end_the_process"])
     with pytest.raises(WorkerLost, match="has ended"):
         preloading.result(30)
     found.processes.close()
@@ -209,7 +211,7 @@ def test_a_worker_has_the_owners_surroundings(owned, tmp_path):
     assert facts["pid"] == facts["session"] == pid
     assert facts["variable"] == "here"
     assert facts["directory"] == os.getcwd()
-    assert facts["argv"] == ["entries:tell"]  # code reads it, and logs it: no secret is there
+    assert facts["argv"] == [f"{ENTRIES}:tell"]  # code reads it, and logs it: no secret is there
     assert facts["interruptible"]
     assert facts["stdin"] == ""
     assert facts["preloaded"] == facts["frozen"] == owned.processes.ready().forks
@@ -340,11 +342,11 @@ def test_a_variable_that_cannot_be_fails_one_start(owned):
     pid = owned.start("worker0", "sleep")
     impossible = {**os.environ, "NBDIST=TEST": "x"}
     if owned.processes.ready().forks:
-        owned.processes.start("worker1", "entries:sleep", (), impossible).result(30)
+        owned.processes.start("worker1", f"{ENTRIES}:sleep", (), impossible).result(30)
         assert owned.end_of("worker1") == 1
     else:
         with pytest.raises(WorkerLost, match="worker1 cannot start: illegal environment variable name"):
-            owned.processes.start("worker1", "entries:sleep", (), impossible).result(30)
+            owned.processes.start("worker1", f"{ENTRIES}:sleep", (), impossible).result(30)
     assert owned.processes.living == {"worker0": pid}
 
 
@@ -382,7 +384,7 @@ LARGE = {f"NBDIST_TEST_{number}": "x" * 60_000 for number in range(5)}
 def test_nobody_waits_for_a_zygote_that_reads_nothing(deaf):
     """It imports, say, for as long as a module takes. So Ctrl-C ends a start meanwhile."""
     names = [f"worker{number}" for number in range(4)]
-    futures = [deaf.processes.start(name, "entries:sleep", (), {**os.environ, **LARGE}) for name in names]
+    futures = [deaf.processes.start(name, f"{ENTRIES}:sleep", (), {**os.environ, **LARGE}) for name in names]
     assert not any(future.done() for future in futures)
     os.kill(deaf.processes.pid, signal.SIGCONT)
     pids = [future.result(30) for future in futures]
@@ -390,7 +392,7 @@ def test_nobody_waits_for_a_zygote_that_reads_nothing(deaf):
 
 
 def test_the_end_of_a_zygote_that_reads_nothing(deaf):
-    future = deaf.processes.start("worker0", "entries:sleep", (), {**os.environ, **LARGE})
+    future = deaf.processes.start("worker0", f"{ENTRIES}:sleep", (), {**os.environ, **LARGE})
     deaf.processes.close(0.5)
     with pytest.raises(WorkerLost):
         future.result(30)
@@ -416,7 +418,8 @@ processes = Processes(Path(folder), lambda *_: None, preload=["slow_to_import" i
 pids = [processes.pid]
 if entry != "none":
     for n in range(2):
-        pids.append(processes.start(f"worker{n}", "entries:" + entry, [f"{folder}.told{n}"]).result(30))
+        started = processes.start(f"worker{n}", "helpers.processes.entries:" + entry, [f"{folder}.told{n}"])
+        pids.append(started.result(30))
 if os.fork() == 0:  # what the owner has forked keeps its end of the line open
     time.sleep(600)
 print(json.dumps(pids), flush=True)
@@ -429,7 +432,9 @@ time.sleep(600)
 def test_nothing_is_left_of_a_killed_owner(tmp_path, entry, fork):
     folder = tmp_path / "run"
     folder.mkdir()
-    (tmp_path / "slow_to_import.py").write_text(f"import entries; entries.with_children({str(folder) + '.told0'!r})")
+    (tmp_path / "slow_to_import.py").write_text(
+        f"import {ENTRIES} as entries; entries.with_children({str(folder) + '.told0'!r})"
+    )
     owner = subprocess.Popen(
         [sys.executable, "-c", OWNER, str(folder), entry, fork],
         stdout=subprocess.PIPE,

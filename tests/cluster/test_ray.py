@@ -14,9 +14,9 @@ from types import SimpleNamespace
 
 import psutil
 import pytest
+from helpers.hosts.other_hosts import can_make_hosts, hosts
+from helpers.suite.python_path import python_path
 from helpers.waiting import wait_until
-from other_hosts import can_make_hosts, hosts
-from python_path import python_path
 
 import nbdist
 from nbdist.cluster.hosts.launchers import ray_room

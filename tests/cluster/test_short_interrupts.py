@@ -3,7 +3,7 @@
 import time
 
 import pytest
-from frontend import Notebook
+from helpers.notebook.frontend import Notebook
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from listening import family, listening, ports
+from helpers.processes.listening import family, listening, ports
 
 import nbdist
 

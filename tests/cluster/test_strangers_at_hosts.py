@@ -1,6 +1,6 @@
 """Strangers at every TCP port of a cluster with a worker on another host (G6).
 
-The crowd is on a host of its own. Which kinds of strangers there are stands in `crowd.py`.
+The crowd is on a host of its own. Which kinds of strangers there are stands in `stranger_crowd.py`.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ import threading
 import time
 from pathlib import Path
 
-import crowd
 import psutil
 import pytest
 import zmq
+from helpers.abuse import stranger_crowd
+from helpers.hosts.keepers import cluster_on
+from helpers.hosts.other_hosts import can_make_hosts, hosts
 from helpers.waiting import wait_until
-from joined import cluster_on
-from other_hosts import can_make_hosts, hosts
 
 from nbdist import rpc
 from nbdist.channel.secret import Secret
@@ -137,7 +137,7 @@ def doors_of(cluster) -> list[dict[str, str]]:
 def send(host, doors, count: int) -> subprocess.Popen[bytes]:
     """Have so many strangers come from a host."""
     wanted = {"doors": doors, "count": count, "per_second": PER_SECOND, "open": MOST_OPEN}
-    return host.start(crowd.__file__, stdin=json.dumps(wanted).encode(), stdout=subprocess.PIPE)
+    return host.start(stranger_crowd.__file__, stdin=json.dumps(wanted).encode(), stdout=subprocess.PIPE)
 
 
 def latencies(so_long) -> list[float]:
@@ -186,7 +186,7 @@ def test_a_crowd_of_strangers_gets_nowhere(tmp_path, count):
         during = latencies(lambda: attack.poll() is None)
         with attack.stdout:
             came = json.loads(attack.stdout.read())
-        assert sum(came[kind] for kind in crowd.KINDS) == count
+        assert sum(came[kind] for kind in stranger_crowd.KINDS) == count
 
         def files_are_closed() -> bool:
             here, there, _ = footprints(cluster)

@@ -5,7 +5,7 @@ import re
 import signal
 
 import pytest
-from frontend import Notebook
+from helpers.notebook.frontend import Notebook
 
 import nbdist
 from nbdist.cluster.errors import WorkerError

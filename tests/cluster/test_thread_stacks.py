@@ -8,7 +8,7 @@ import time
 from types import SimpleNamespace
 
 import pytest
-from frontend import Notebook
+from helpers.notebook.frontend import Notebook
 
 from nbdist.cluster.held_locks import say_lock
 from nbdist.thread_frames import thread_frames

@@ -3,7 +3,7 @@
 import re
 
 import pytest
-from frontend import Notebook
+from helpers.notebook.frontend import Notebook
 
 ANOTHER_DTYPE = """
 x = torch.ones(4, dtype=torch.int32 if rank == 1 else torch.float32)

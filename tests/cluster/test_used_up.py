@@ -12,11 +12,10 @@ import tempfile
 import time
 from pathlib import Path
 
-import file_table
 import psutil
 import pytest
+from helpers.suite.python_path import TESTS, python_path
 from helpers.waiting import wait_until
-from python_path import python_path
 
 import nbdist
 from nbdist import rpc
@@ -147,7 +146,8 @@ def test_a_cluster_ends_on_a_full_disk(small):
 
 _SWEEP = """
 import sys
-import file_table, test_used_up
+import test_used_up
+from helpers.processes import file_table
 from nbdist.errors import ResourceError
 
 way, runtime, rooms = sys.argv[1], sys.argv[2], map(int, sys.argv[3].split(","))
@@ -178,11 +178,7 @@ assert done == 1, "only the last of these rooms is enough"
 )
 def test_a_full_file_table_at_the_start_is_named(way, rooms):
     runtime = tempfile.mkdtemp(prefix="nbdist-", dir="/tmp")  # short enough for sockets
-    environment = {
-        **os.environ,
-        "NBDIST_RUNTIME_DIR": runtime,
-        **python_path(os.path.dirname(__file__), os.path.dirname(file_table.__file__)),
-    }
+    environment = {**os.environ, "NBDIST_RUNTIME_DIR": runtime, **python_path(os.path.dirname(__file__), TESTS)}
     program = [sys.executable, "-c", _SWEEP, way, runtime, rooms]
     try:
         ended = subprocess.run(program, env=environment, capture_output=True, text=True, timeout=280)

@@ -13,9 +13,9 @@ import tokenize
 from concurrent.futures import Future
 from pathlib import Path
 
-import frontend
 import pytest
 import torch
+from helpers.notebook import frontend
 from helpers.waiting import wait_until
 
 import nbdist

@@ -6,7 +6,7 @@ import textwrap
 
 import pytest
 from compat.processes import python
-from python_path import python_path
+from helpers.suite.python_path import python_path
 
 PROGRAM = '''
 import os, subprocess, sys, threading

@@ -16,8 +16,8 @@ import time
 from pathlib import Path
 
 import pytest
-from stacks import collect, session
-from torch_suites import Zygote
+from helpers.processes.stacks import collect, session
+from helpers.processes.torch_suites import Zygote
 
 STANDS_STILL = 15
 """Seconds after which a case has stalled; beside 20 busy processes the slowest of 213 cases took 3.5 s."""

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from torch_suites import Zygote
+from helpers.processes.torch_suites import Zygote
 
 
 def names(file):

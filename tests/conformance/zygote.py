@@ -13,7 +13,7 @@ import time
 import unittest
 from pathlib import Path
 
-import stacks
+from helpers.processes import stacks
 
 _kept = []
 """The process groups of a test, in the process that ran it. It ends by ``os._exit``, so they are never freed."""

@@ -1,8 +1,8 @@
 """A language model whose blocks are on workers with a GPU; the client is a notebook on the CPU."""
 
 import pytest
-import swarm_models
 import torch
+from helpers.models import swarm_models
 
 import nbdist
 from nbdist.swarm import serve

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from python_path import python_path
+from helpers.suite.python_path import python_path
 
 HERE = Path(__file__).parent
 

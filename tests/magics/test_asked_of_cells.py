@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 import pytest
-from frontend import COLOUR, Notebook
+from helpers.notebook.frontend import COLOUR, Notebook
 
 from nbdist.errors import UsageError
 from nbdist.magics.lines import parse_init

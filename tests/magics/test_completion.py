@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 import pytest
-from frontend import COLOUR, Notebook
+from helpers.notebook.frontend import COLOUR, Notebook
 
 CELL_OPTIONS = ["-a", "--noblock", "-o", "--out", "-t", "--timeout", "--group-outputs", "--fail-fast"]
 CELL_OPTIONS += ["--progress-after", "--local"]

@@ -3,9 +3,9 @@
 import re
 from pathlib import Path
 
-import hostile
 import pytest
-from frontend import Notebook
+from helpers.notebook.frontend import Notebook
+from helpers.suite.python_path import TESTS
 from helpers.waiting import wait_until
 
 
@@ -245,8 +245,10 @@ def test_while_a_worker_is_busy(notebook):
 
 
 def test_nothing_of_the_users_is_called(notebook):
-    here = Path(hostile.__file__).parent
-    make = f"import sys\nsys.path.insert(0, {str(here)!r})\nimport hostile\nodd = hostile.every(torch.ones(250_000))\n"
+    make = (
+        f"import sys\nsys.path.insert(0, {str(TESTS)!r})\nfrom helpers.abuse import hostile_objects as hostile\n"
+        "odd = hostile.every(torch.ones(250_000))\n"
+    )
     notebook.run(f"%%remote\n{make}first, *_ = odd\nclasses = [type(each) for each in odd]\nhostile.called.clear()")
     notebook.run("def first_of():\n    import sys\n    return sys.modules['__main__'].first")
     notebook.run("odd_there = rpc.remote('worker1', first_of); odd_there.confirmed_by_owner()")

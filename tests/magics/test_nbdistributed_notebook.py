@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 import pytest
-from frontend import Notebook
+from helpers.notebook.frontend import Notebook
 
 BEFORE = [
     """\

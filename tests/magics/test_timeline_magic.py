@@ -2,7 +2,7 @@
 
 import json
 
-from frontend import Notebook
+from helpers.notebook.frontend import Notebook
 
 
 def test_timeline_shows_what_workers_did_while_the_cell_ran(tmp_path):

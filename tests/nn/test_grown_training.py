@@ -7,8 +7,8 @@ import signal
 
 import pytest
 import torch
+from helpers.hosts.keepers import Keepers
 from helpers.waiting import wait_until
-from joined import Keepers
 from torch.nn import Linear, Sequential, Tanh
 from torch.nn.functional import mse_loss
 

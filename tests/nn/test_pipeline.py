@@ -9,8 +9,8 @@ import weakref
 
 import pytest
 import torch
+from helpers.models.pipeline_models import inboxes, parts_of
 from helpers.waiting import wait_until
-from pipeline_models import inboxes, parts_of
 
 from nbdist import autograd as dist_autograd
 from nbdist.errors import EncodeError, NotInitialized, UsageError, WorkerLost

@@ -9,8 +9,8 @@ import time
 
 import pytest
 import torch
+from helpers.models.pipeline_models import Slow, gpt, inboxes, memory, next_token, square
 from helpers.waiting import wait_until
-from pipeline_models import Slow, gpt, inboxes, memory, next_token, square
 
 import nbdist
 from nbdist import autograd as dist_autograd

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-import workers
+from helpers.processes import workers
 from helpers.waiting import wait_until
 
 from nbdist import autograd as dist_autograd

@@ -5,7 +5,7 @@ import io
 
 import pytest
 import torch
-from pipeline_models import draw, seed_all
+from helpers.models.pipeline_models import draw, seed_all
 from torch import nn
 
 import nbdist

@@ -6,8 +6,8 @@ import traceback
 
 import pytest
 import torch
+from helpers.models.pipeline_models import parts_of
 from helpers.waiting import wait_until
-from pipeline_models import parts_of
 
 from nbdist import autograd as dist_autograd
 from nbdist import rpc

@@ -11,10 +11,10 @@ import sys
 from pathlib import Path
 
 import nbformat
-import older
 import pytest
+from helpers.notebook import older_packages
+from helpers.suite.python_path import python_path
 from notebooks.test_notebooks import NOTEBOOKS, missing, pictures
-from python_path import python_path
 
 TOUR = "00_tour"
 
@@ -27,7 +27,7 @@ def folders(tmp_path_factory):
     def folder(name):
         if name not in made:
             made[name] = tmp_path_factory.mktemp(name)
-            older.install(name, made[name])
+            older_packages.install(name, made[name])
         return made[name]
 
     return folder

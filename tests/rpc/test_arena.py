@@ -10,7 +10,7 @@ import time
 
 import pytest
 import torch
-import workers
+from helpers.processes import workers
 from helpers.waiting import wait_until
 
 import nbdist

@@ -4,7 +4,7 @@ import contextlib
 
 import pytest
 import torch
-import workers
+from helpers.processes import workers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

@@ -10,7 +10,7 @@ import types
 
 import pytest
 import torch
-import workers
+from helpers.processes import workers
 from helpers.waiting import wait_until
 
 import nbdist

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-import workers
+from helpers.processes import workers
 
 import nbdist
 from nbdist import rpc

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from python_path import python_path
+from helpers.suite.python_path import TESTS, python_path
 
 from nbdist.wire import quick
 
@@ -37,8 +37,8 @@ EXPECTED = {
 
 @pytest.fixture(scope="module")
 def counted():
-    script = Path(__file__).parent.parent / "counting.py"
-    environment = {**os.environ, **python_path(script.parent)}
+    script = Path(__file__).with_name("counting.py")
+    environment = {**os.environ, **python_path(TESTS)}
     found = subprocess.run([sys.executable, script], env=environment, stdout=subprocess.PIPE, check=True, timeout=240)
     return json.loads(found.stdout.splitlines()[-1])
 

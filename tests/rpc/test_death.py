@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-import workers
+from helpers.processes import workers
 from helpers.waiting import wait_until
 
 import nbdist

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-import workers
+from helpers.processes import workers
 from helpers.waiting import wait_until
 
 import nbdist

@@ -6,7 +6,7 @@ import gc
 import threading
 
 import pytest
-import workers
+from helpers.processes import workers
 from helpers.waiting import wait_until
 
 import nbdist

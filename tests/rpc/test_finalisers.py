@@ -11,7 +11,7 @@ import threading
 
 import pytest
 import torch
-import workers
+from helpers.processes import workers
 from helpers.waiting import wait_until
 
 from nbdist import autograd as dist_autograd

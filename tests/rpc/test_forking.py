@@ -3,10 +3,9 @@
 import os
 import threading
 
-import forking
 import pytest
 import torch
-import workers
+from helpers.processes import forking, workers
 from helpers.waiting import wait_until
 
 from nbdist import rpc

@@ -7,7 +7,7 @@ import tempfile
 import time
 
 import pytest
-import workers
+from helpers.processes import workers
 from helpers.waiting import wait_until
 from msgspec import structs
 

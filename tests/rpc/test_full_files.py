@@ -5,8 +5,7 @@ import tempfile
 import threading
 import time
 
-import file_table
-import workers
+from helpers.processes import file_table, workers
 
 import nbdist
 from nbdist import rpc

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import contextlib
 
-import full_files
 import pytest
 import torch
-import workers
+from helpers.processes import full_files, workers
 
 import nbdist
 from nbdist import autograd as dist_autograd

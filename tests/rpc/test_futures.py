@@ -9,7 +9,7 @@ import weakref
 
 import pytest
 import torch
-import workers
+from helpers.processes import workers
 
 from nbdist import RpcTimeout, rpc
 from nbdist.rpc import wait_all

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import workers
+from helpers.processes import workers
 from helpers.waiting import wait_until
 
 from nbdist import rpc, trace
@@ -176,7 +176,7 @@ def test_the_end_of_the_agent_ends_the_wait(pair):
 
 INTERRUPTED = """
 import os, random, signal, sys, threading, time
-import workers
+from helpers.processes import workers
 from nbdist import rpc
 from nbdist.testing import World
 
@@ -252,7 +252,7 @@ def test_ctrl_c_ends_the_wait_at_once(pair):
 
 FORKED = """
 import os, signal, sys, threading, time
-import workers
+from helpers.processes import workers
 from nbdist import rpc
 from nbdist.testing import World
 

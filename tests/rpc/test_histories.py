@@ -5,7 +5,8 @@ import inspect
 from functools import partial
 
 import pytest
-from examples_tried import long, quick
+from helpers.simulated.simulation import NO_LIMIT, SimulatedWorld
+from helpers.suite.examples import long, quick
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -15,7 +16,6 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
-from simulation import NO_LIMIT, SimulatedWorld
 
 from nbdist.errors import RRefError
 from nbdist.rpc.core.forks import ForkStanding

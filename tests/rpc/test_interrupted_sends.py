@@ -9,9 +9,9 @@ import threading
 
 import pytest
 import torch
-import workers
+from helpers.abuse.interrupts import Interrupts
+from helpers.processes import workers
 from helpers.waiting import wait_until
-from interrupts import Interrupts
 
 from nbdist import rpc
 from nbdist.testing import World

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-import workers
+from helpers.processes import workers
 from helpers.waiting import wait_until
 
 from nbdist import rpc
@@ -41,7 +41,9 @@ def test_mutated_messages_of_a_member(lives, seed):
         value = rpc.remote("victim", torch.arange, args=(5,))
         assert value.to_here().tolist() == [0, 1, 2, 3, 4]
         lent = rpc.rpc_sync("victim", torch.full, args=((300_000,), 7.0))  # in the victim's shared memory
-        mad = others.start("mad", f"import mad; mad.attack({store!r}, 'victim', {seed}, {lives}, 125)")
+        mad = others.start(
+            "mad", f"from helpers.abuse import mad_member; mad_member.attack({store!r}, 'victim', {seed}, {lives}, 125)"
+        )
         sent = 0
         for life in range(lives):
             line = mad.stdout.readline()

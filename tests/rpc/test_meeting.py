@@ -8,21 +8,18 @@ import socket
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
-from listening import listening, reachable
-from python_path import python_path
+from helpers.processes.listening import listening, reachable
+from helpers.suite.python_path import TESTS, python_path
 
 import nbdist
 from nbdist import rpc
 
-TESTS = Path(__file__).parent.parent
-
 BEGIN = """
 import os, sys, time
 import torch, torch.distributed as dist
-from listening import listening, reachable
+from helpers.processes.listening import listening, reachable
 from nbdist import rpc
 from nbdist.rpc import api
 rank = int(os.environ["RANK"])

@@ -9,8 +9,8 @@ import subprocess
 import sys
 import time
 
-import mad
 import pytest
+from helpers.abuse import mad_member
 from helpers.waiting import wait_until
 
 import nbdist
@@ -166,7 +166,7 @@ def test_a_mutated_file_is_refused_in_words(tmp_path, count):
     chance = random.Random(count)
     refused = 0
     for number in range(count):
-        (tmp_path / "members.rpc").write_bytes(mad.scramble(chance.choice(whole), chance))
+        (tmp_path / "members.rpc").write_bytes(mad_member.scramble(chance.choice(whole), chance))
         roster = Roster(lambda: MeetingFile(path), secret, "h")
         newcomer = record(1, chance.choice([None, 2]))
         try:

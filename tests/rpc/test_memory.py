@@ -7,7 +7,7 @@ import time
 
 import pytest
 import torch
-import workers
+from helpers.processes import workers
 
 from nbdist import rpc
 

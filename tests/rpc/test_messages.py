@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 import torch
-import workers
+from helpers.processes import workers
 from helpers.waiting import wait_until
 
 from nbdist import durations, rpc

@@ -6,8 +6,8 @@ import types
 
 import pytest
 import torch
-import workers
-from mains import CHANGES, FUNCTIONS
+from helpers.processes import workers
+from helpers.processes.mains import CHANGES, FUNCTIONS
 
 import nbdist
 from nbdist import rpc
@@ -143,7 +143,8 @@ def test_own_functions_that_this_worker_runs_itself(main):
 def test_a_function_that_misses_a_definition_elsewhere_is_not_run_again(main):
     both(
         main,
-        "import nbdist, workers\n"
+        "import nbdist\n"
+        "from helpers.processes import workers\n"
         "def nested(fails):\n"
         "    number = workers.count('nested')\n"
         "    if fails:\n        raise nbdist.MissingDefinition('elsewhere')\n"

@@ -9,7 +9,7 @@ import pickle
 
 import pytest
 import torch
-import workers
+from helpers.processes import workers
 from helpers.waiting import wait_until
 
 import nbdist

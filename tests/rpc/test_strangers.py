@@ -15,8 +15,8 @@ from pathlib import Path
 import msgspec
 import pytest
 import torch
-import workers
 import zmq
+from helpers.processes import workers
 from helpers.waiting import wait_until
 
 import nbdist

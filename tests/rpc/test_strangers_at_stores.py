@@ -11,16 +11,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import workers
-from python_path import python_path
+from helpers.processes import workers
+from helpers.suite.python_path import TESTS, python_path
 
 import nbdist
 from nbdist import rpc
 
-TESTS = Path(__file__).parent.parent
-
 MEMBER = """
-import sys, workers
+import sys
+from helpers.processes import workers
 from nbdist import rpc
 options = rpc.RpcBackendOptions(init_method=sys.argv[1])
 sys.stdin.readline()
@@ -66,7 +65,7 @@ class Attacked:
             probe.bind(("127.0.0.1", 0))
             port = int(probe.getsockname()[1])
         self._url = f"tcp://127.0.0.1:{port}"
-        self.stranger = Talk(str(TESTS / "stranger.py"), str(port))
+        self.stranger = Talk(str(Path(__file__).with_name("stranger.py")), str(port))
         self.members: list[Talk] = []
         assert self.stranger.heard() == "here"
 

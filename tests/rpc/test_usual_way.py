@@ -6,7 +6,8 @@ import sys
 import textwrap
 
 import pytest
-import workers
+from helpers.processes import workers
+from helpers.suite.python_path import TESTS
 
 from nbdist import rpc
 from nbdist.wire import quick
@@ -14,7 +15,7 @@ from nbdist.wire import quick
 pytestmark = pytest.mark.skipif(not quick.USUAL_IS_ON, reason="NBDIST_USUAL=0: no call takes the short way")
 
 CALLS = workers.CALLS
-PATH = [*sys.path, os.path.dirname(workers.__file__)]
+PATH = [*sys.path, str(TESTS)]
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +40,7 @@ def test_calls_of_a_cell():
         calls = '''
         import sys
         sys.path += {PATH!r}
-        from workers import CALLS, count_short
+        from helpers.processes.workers import CALLS, count_short
         from nbdist import rpc
         from nbdist.rpc.api import current_agent
 
@@ -61,7 +62,7 @@ def test_calls_under_compat():
         import nbdist.compat
         nbdist.compat.install()
         import torch.distributed.rpc as rpc
-        from workers import CALLS, count_short
+        from helpers.processes.workers import CALLS, count_short
 
         def mine(number):
             return number

@@ -8,10 +8,10 @@ import threading
 import time
 from collections import Counter
 
-import autograd_functions
 import pytest
 import torch
-import workers
+from helpers.models import autograd_functions
+from helpers.processes import workers
 from helpers.waiting import wait_until
 
 import nbdist

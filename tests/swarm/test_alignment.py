@@ -13,12 +13,12 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
-import swarm_models
 import torch
 import transformers
+from helpers.models import swarm_models
+from helpers.suite.python_path import TESTS, python_path
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
-from python_path import python_path
 from safetensors.torch import load_file, save_file
 
 from nbdist.swarm import adapter, model_cache, serve
@@ -168,11 +168,7 @@ with World(4) as world, world[0].activate(), torch.no_grad(), tempfile.Temporary
 
 @pytest.mark.timeout(180)
 def test_logits_are_equal_to_the_last_bit_where_alignment_matters():
-    environment = {
-        **os.environ,
-        "MKL_ENABLE_INSTRUCTIONS": "SSE4_2",
-        **python_path(Path(__file__).parent, Path(swarm_models.__file__).parent),
-    }
+    environment = {**os.environ, "MKL_ENABLE_INSTRUCTIONS": "SSE4_2", **python_path(Path(__file__).parent, TESTS)}
     done = subprocess.run([sys.executable, "-c", _ON_OTHER_PROCESSORS], env=environment, capture_output=True, text=True)
     assert not done.returncode, done.stderr
 

@@ -5,9 +5,9 @@ import io
 import pickle
 
 import pytest
-import swarm_models
 import torch
 import transformers
+from helpers.models import swarm_models
 
 from nbdist import rpc
 from nbdist.errors import EncodeError, UsageError

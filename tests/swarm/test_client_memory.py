@@ -1,9 +1,9 @@
 """What a client has of a large model."""
 
 import psutil
-import swarm_models
 import torch
 import transformers
+from helpers.models import swarm_models
 
 import nbdist
 from nbdist.swarm import adapter, serve

@@ -8,9 +8,9 @@ import time
 import weakref
 
 import pytest
-import swarm_models
 import torch
 import transformers
+from helpers.models import swarm_models
 from helpers.waiting import wait_until
 
 from nbdist.errors import NbdistError, RpcTimeout, UsageError, WorkerLost

@@ -3,9 +3,9 @@
 import copy
 
 import pytest
-import swarm_models
 import torch
 import transformers
+from helpers.models import swarm_models
 
 from nbdist.errors import UsageError
 from nbdist.swarm import adapter, model_cache, serve

@@ -13,12 +13,12 @@ import weakref
 from pathlib import Path
 
 import pytest
-import swarm_models
 import torch
 import transformers
-import workers
+from helpers.models import swarm_models
+from helpers.processes import workers
+from helpers.suite.python_path import TESTS, python_path
 from helpers.waiting import wait_until
-from python_path import python_path
 
 import nbdist
 from nbdist.errors import UsageError, WorkerLost
@@ -385,7 +385,8 @@ def test_a_worker_that_is_killed_while_it_loads_is_lost(three, monkeypatch):
 
 
 _PROGRAM = """
-import nbdist, swarm_models, sys, time
+import nbdist, sys, time
+from helpers.models import swarm_models
 from nbdist.swarm import serve
 
 if __name__ == "__main__":
@@ -401,12 +402,7 @@ def test_the_weights_go_with_a_program_that_is_killed(tmp_path):
     runtime = tempfile.mkdtemp(prefix="nbdist-", dir="/tmp")
     temporary = tmp_path / "temporary"
     temporary.mkdir()
-    environment = {
-        **os.environ,
-        "NBDIST_RUNTIME_DIR": runtime,
-        "TMPDIR": str(temporary),
-        **python_path(os.path.dirname(swarm_models.__file__)),
-    }
+    environment = {**os.environ, "NBDIST_RUNTIME_DIR": runtime, "TMPDIR": str(temporary), **python_path(TESTS)}
     (tmp_path / "program.py").write_text(_PROGRAM)
     program = subprocess.Popen(
         [sys.executable, str(tmp_path / "program.py")], env=environment, stdout=subprocess.PIPE, text=True

@@ -1,8 +1,8 @@
 """Inputs and results that are large messages: the same to the last bit, and with time to travel."""
 
 import pytest
-import swarm_models
 import torch
+from helpers.models import swarm_models
 
 from nbdist.rpc import links
 from nbdist.swarm import serve

@@ -1,8 +1,8 @@
 """Many steps as one, and one as several: of all families, the shapes tell how."""
 
 import pytest
-import swarm_models
 import torch
+from helpers.models import swarm_models
 
 from nbdist.swarm import adapter, model_cache
 from nbdist.swarm.client.merging import Unmergeable, is_near, merge, split

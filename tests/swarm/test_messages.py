@@ -9,8 +9,8 @@ import threading
 from types import SimpleNamespace
 
 import pytest
-import swarm_models
 import torch
+from helpers.models import swarm_models
 from torch import nn
 
 from nbdist import swarm

@@ -5,9 +5,9 @@ import threading
 import time
 
 import pytest
-import swarm_models
 import torch
 import transformers
+from helpers.models import swarm_models
 
 import nbdist
 from nbdist.errors import UsageError

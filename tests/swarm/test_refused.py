@@ -4,8 +4,8 @@ import inspect
 import threading
 
 import pytest
-import swarm_models
 import torch
+from helpers.models import swarm_models
 
 from nbdist.errors import UsageError
 from nbdist.swarm import NoRoute, model_cache, serve

@@ -4,8 +4,8 @@ import threading
 import weakref
 
 import pytest
-import swarm_models
 import torch
+from helpers.models import swarm_models
 from helpers.waiting import wait_until
 
 from nbdist.errors import UsageError

@@ -3,10 +3,10 @@
 import threading
 
 import pytest
-import swarm_models
 import torch
+from helpers.hosts.other_hosts import can_make_hosts, hosts
+from helpers.models import swarm_models
 from helpers.waiting import wait_for_file
-from other_hosts import can_make_hosts, hosts
 
 import nbdist
 from nbdist.rpc.named import NotOffered

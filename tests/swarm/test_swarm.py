@@ -5,8 +5,8 @@ import gc
 from types import SimpleNamespace
 
 import pytest
-import swarm_models
 import torch
+from helpers.models import swarm_models
 from helpers.waiting import wait_until
 
 from nbdist import trace

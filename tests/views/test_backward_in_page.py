@@ -1,9 +1,9 @@
 """The view of a backward pass in a real page: buttons that act on the pass itself, while its cell is busy."""
 
-import older
 import pytest
-from browser import needs_browser, notebook
-from python_path import python_path
+from helpers.notebook import older_packages
+from helpers.notebook.browser import needs_browser, notebook
+from helpers.suite.python_path import python_path
 
 pytestmark = [needs_browser(), pytest.mark.timeout(240)]
 
@@ -170,7 +170,7 @@ def test_the_handle_does_what_the_buttons_do(tmp_path):
 
 @pytest.mark.soak
 def test_buttons_act_on_the_oldest_ipykernel_7_as_well(tmp_path):
-    older.install("ipykernel-7.3", tmp_path / "ipykernel")
+    older_packages.install("ipykernel-7.3", tmp_path / "ipykernel")
     env = python_path(tmp_path / "ipykernel")
     version = "import ipykernel; print(ipykernel.__version__)"
     with notebook([START, WORKERS, HERE, CELL, version], "lab", tmp_path, env=env) as page:
@@ -197,7 +197,7 @@ def test_without_subshells_a_line_stands_in_the_place_of_the_buttons(front, kern
     """The front end's subshells are switched off, or the kernel has none."""
     env = None
     if kernel is not None:
-        older.install(kernel, tmp_path / "older")
+        older_packages.install(kernel, tmp_path / "older")
         env = python_path(tmp_path / "older")
     held = CELL.replace("--paused", "--paused -a")
     with notebook([START, WORKERS, HERE, CELL, held], front, tmp_path, subshells=kernel is not None, env=env) as page:

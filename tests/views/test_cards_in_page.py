@@ -1,7 +1,7 @@
 """Cards of references in a real page."""
 
 import pytest
-from browser import BOTH, needs_browser, notebook
+from helpers.notebook.browser import BOTH, needs_browser, notebook
 
 pytestmark = [needs_browser(), pytest.mark.timeout(240)]
 

@@ -1,7 +1,7 @@
 """References as the values of cells: what reaches the page, from a real kernel."""
 
 import pytest
-from frontend import Notebook
+from helpers.notebook.frontend import Notebook
 
 WIDGET = "application/vnd.jupyter.widget-view+json"
 

@@ -6,7 +6,7 @@ A test reads what a person would read: the text of the views, in a real notebook
 import re
 
 import pytest
-from frontend import Notebook
+from helpers.notebook.frontend import Notebook
 
 PROGRAM = """%%remote --local
 import threading, time, torch

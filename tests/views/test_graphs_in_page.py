@@ -2,8 +2,8 @@
 
 import nbformat
 import pytest
-from browser import CHROMIUM, needs_browser, notebook
-from recorded import residual, step
+from helpers.notebook.browser import CHROMIUM, needs_browser, notebook
+from helpers.simulated.handmade_traces import residual, step
 
 from nbdist.autograd.graph.traces import planned
 

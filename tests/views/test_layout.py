@@ -5,7 +5,7 @@ import re
 import xml.etree.ElementTree as ET
 
 import pytest
-from recorded import Recorded, branches, chain, residual, step, tangle
+from helpers.simulated.handmade_traces import HandmadeTrace, branches, chain, residual, step, tangle
 
 from nbdist.autograd.graph.traces import planned
 from nbdist.views.drawing.folding import crossings, diagram_of
@@ -120,7 +120,7 @@ def test_parameters_hang_below_the_operation_that_uses_them():
 
 
 def test_seventeen_nodes_are_no_wider_than_a_page_at_full_size():
-    found = Recorded("worker0")
+    found = HandmadeTrace("worker0")
     x = found.leaf("worker0", "x")
     for layer in range(4):
         x = found.linear("worker0", x, f"fc{layer}")

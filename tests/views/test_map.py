@@ -9,10 +9,10 @@ import weakref
 from xml.etree import ElementTree
 
 import pytest
-import swarm_double
-from frontend import Notebook
+from helpers.notebook.frontend import Notebook
+from helpers.simulated import swarm_double
+from helpers.simulated.swarm_double import Swarm, large, server, three
 from helpers.waiting import wait_until
-from swarm_double import Swarm, large, server, three
 
 from nbdist.views.map import as_html, as_svg, in_order, missing, parts, snapshot_of
 from nbdist.views.widgets.map import MapView

@@ -7,7 +7,7 @@ import threading
 from types import SimpleNamespace
 
 import pytest
-from swarm_double import Swarm, server
+from helpers.simulated.swarm_double import Swarm, server
 
 from nbdist import rpc
 from nbdist.errors import UsageError

@@ -9,8 +9,8 @@ import signal
 
 import nbformat
 import pytest
-import swarm_double
-from browser import needs_browser, notebook
+from helpers.notebook.browser import needs_browser, notebook
+from helpers.simulated import swarm_double
 
 pytestmark = [needs_browser(), pytest.mark.timeout(240)]
 

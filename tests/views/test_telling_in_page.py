@@ -3,7 +3,7 @@
 import re
 
 import pytest
-from browser import BOTH, needs_browser, notebook
+from helpers.notebook.browser import BOTH, needs_browser, notebook
 
 pytestmark = [needs_browser(), pytest.mark.timeout(240)]
 

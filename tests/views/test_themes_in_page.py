@@ -1,8 +1,8 @@
 """All views in all pages: both front ends, light and dark, wide and narrow."""
 
 import pytest
-import swarm_double
-from browser import needs_browser, notebook
+from helpers.notebook.browser import needs_browser, notebook
+from helpers.simulated import swarm_double
 
 pytestmark = [needs_browser(), pytest.mark.soak, pytest.mark.timeout(240)]
 

@@ -13,9 +13,9 @@ from html import escape
 
 import pytest
 import torch
+from helpers.models.pipeline_models import Slow, square
+from helpers.simulated.late_gpu import SECONDS, LateGpu
 from helpers.waiting import wait_until
-from late_gpu import SECONDS, LateGpu
-from pipeline_models import Slow, square
 
 import nbdist
 from nbdist import autograd as dist_autograd

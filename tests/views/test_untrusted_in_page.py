@@ -2,9 +2,9 @@
 
 import nbformat
 import pytest
-import swarm_double
-from browser import needs_browser, notebook
-from frontend import Notebook
+from helpers.notebook.browser import needs_browser, notebook
+from helpers.notebook.frontend import Notebook
+from helpers.simulated import swarm_double
 
 pytestmark = [needs_browser(), pytest.mark.timeout(240)]
 

@@ -3,10 +3,10 @@
 from pathlib import Path
 
 import nbformat
-import older
 import pytest
-from browser import needs_browser, notebook
-from python_path import python_path
+from helpers.notebook import older_packages
+from helpers.notebook.browser import needs_browser, notebook
+from helpers.suite.python_path import python_path
 from views.test_backward_in_page import CELL, HERE, START, WORKERS, press
 
 pytestmark = [needs_browser(), pytest.mark.soak, pytest.mark.timeout(600)]
@@ -22,7 +22,7 @@ def where(request, tmp_path):
     front, place = request.param
     more = {}
     if front == "nbclassic":
-        older.install(front, tmp_path / "packages")
+        older_packages.install(front, tmp_path / "packages")
         more["env"] = python_path(tmp_path / "packages")
     return (front, tmp_path), {"place": place} | more
 

@@ -13,9 +13,9 @@ from typing import ClassVar
 import msgspec
 import pytest
 import torch
+from helpers.processes.mains import Main, run, send
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from mains import Main, run, send
 
 from nbdist import DecodeError, EncodeError, NbdistError, ProtocolError, RpcTimeout
 from nbdist.ids import GlobalId

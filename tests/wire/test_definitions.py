@@ -8,7 +8,7 @@ import warnings
 
 import pytest
 import torch
-from mains import CHANGES, FUNCTIONS, Main, run, send
+from helpers.processes.mains import CHANGES, FUNCTIONS, Main, run, send
 
 from nbdist import EncodeError, MissingDefinition
 from nbdist.wire import codec

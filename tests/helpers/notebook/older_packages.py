@@ -7,11 +7,12 @@ environment that runs the tests.
 import subprocess
 import sys
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 
 import pytest
 
-LISTS = Path(__file__).parent / "environments"
+from helpers.suite.python_path import TESTS
+
+LISTS = TESTS / "environments"
 SHARED = ("torch", "pip", "setuptools", "ray")
 """Packages that stay those of the environment that runs the tests; it has no ray, and nothing here needs it."""
 UV = (sys.executable, "-m", "uv", "pip")

@@ -24,7 +24,7 @@ _numbers = itertools.count()
 
 def _hide_tmp() -> str:
     """Shell commands that hide all of ``/tmp`` but the folders of Python, its packages and the tests, if there."""
-    needed = {Path(path).resolve() for path in (sys.prefix, sys.base_prefix, Path(__file__).parents[1])}
+    needed = {Path(path).resolve() for path in (sys.prefix, sys.base_prefix, Path(__file__).parents[3])}
     seen = [shlex.quote(str(path)) for path in sorted(needed) if path.is_relative_to("/tmp")]
     numbered = list(enumerate(seen, 3))
     return "; ".join(

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from entries import start_a_thread
+from helpers.processes.entries import start_a_thread
 
 start_a_thread()

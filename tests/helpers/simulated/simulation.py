@@ -31,8 +31,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from stepping import Jobs
-
+from helpers.simulated.stepping import Jobs
 from nbdist import trace
 from nbdist.channel.contract import ChannelError
 from nbdist.errors import Interrupted, MissingDefinition, NbdistError, RpcTimeout, WorkerLost
@@ -329,7 +328,9 @@ class Member:
     def define(self, function):
         """Define a function like one of this file in ``__main__``."""
         name = f"{function}_{next(self.world.numbers)}"
-        self.world.sources[name] = f"def {name}(*args):\n    import simulation\n    return simulation.{function}(*args)"
+        self.world.sources[name] = (
+            f"def {name}(*args):\n    from helpers.simulated import simulation\n    return simulation.{function}(*args)"
+        )
         exec(self.world.sources[name], self.main.__dict__)
         return name
 

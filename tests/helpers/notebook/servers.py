@@ -11,8 +11,9 @@ import tempfile
 import time
 from pathlib import Path
 
-import older
 import pytest
+
+from helpers.notebook import older_packages
 
 __all__ = ["FRONTS", "USER", "serve"]
 
@@ -87,7 +88,7 @@ def _proxy(scratch, folder, port, environment):
 def _hub(scratch, folder, arguments, environment):
     """Run a JupyterHub; yield its address."""
     proxy = _npm_proxy(scratch)
-    older.install("jupyterhub", scratch / "hub")
+    older_packages.install("jupyterhub", scratch / "hub")
     [port, other, hub] = _free_ports(3)
     shared = str(scratch / "hub" / "share" / "jupyterhub")
     kept = {name: environment[name] for name in environment if name.startswith(("JUPYTER", "NBDIST", "OMP", "IPYTHON"))}

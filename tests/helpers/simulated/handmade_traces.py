@@ -6,7 +6,7 @@ from nbdist.nn import schedules
 from nbdist.nn.watched import plan_of_step
 
 
-class Recorded:
+class HandmadeTrace:
     """A trace that is made by hand."""
 
     def __init__(self, *workers):
@@ -32,7 +32,7 @@ class Recorded:
 
 def residual(blocks, modules=True):
     """A chain of residual blocks on worker1, of 22 nodes each, and the root of a pass."""
-    found = Recorded("worker0", "worker1")
+    found = HandmadeTrace("worker0", "worker1")
     x = found.send("worker0", found.leaf("worker0", "x"), "worker1")
     for number in range(blocks):
         name = f"Net.blocks.{number}" if modules else None
@@ -47,7 +47,7 @@ def residual(blocks, modules=True):
 
 def branches():
     """Two workers that get the same tensor, one of them after the other; a leaf that is used three times."""
-    found = Recorded("notebook", "worker0", "worker1")
+    found = HandmadeTrace("notebook", "worker0", "worker1")
     x = found.leaf("notebook", "x")
     first = found.add("worker0", "ExpBackward0", found.send("notebook", x, "worker0"))
     here = found.send("worker0", first, "notebook")
@@ -63,7 +63,7 @@ def branches():
 
 
 def chain(count):
-    found = Recorded("worker0")
+    found = HandmadeTrace("worker0")
     x = found.leaf("worker0", "x")
     for _ in range(count):
         x = found.add("worker0", "AddBackward0", x)
@@ -72,7 +72,7 @@ def chain(count):
 
 def tangle(count):
     """A graph that cannot be folded into runs: each operation sends to the other worker, and gets something back."""
-    found = Recorded("worker0", "worker1")
+    found = HandmadeTrace("worker0", "worker1")
     x = found.leaf("worker0", "x")
     for _ in range(count):
         there = found.add("worker1", "ExpBackward0", found.send("worker0", x, "worker1"))

@@ -4,12 +4,10 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
-from python_path import python_path
 
-TESTS = Path(__file__).parent
+from helpers.suite.python_path import TESTS, python_path
 
 
 class Zygote:

@@ -10,9 +10,9 @@ import sys
 import time
 
 from jupyter_client.manager import KernelManager
-from python_path import python_path
 
 import nbdist
+from helpers.suite.python_path import python_path
 
 BLIND = os.environ.get("NBDIST_TEST_BLIND_PATH", "")
 """The folder of a launcher whose pids mean nothing, if notebooks are to use it: see tests/cluster/test_launchers.py."""

@@ -9,7 +9,7 @@ import os
 import sys
 
 import torch
-from stepping import SteppedWorld
+from helpers.simulated.stepping import SteppedWorld
 
 import nbdist.autograd as dist_autograd
 from nbdist import rpc

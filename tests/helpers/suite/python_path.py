@@ -3,6 +3,9 @@
 import os
 from pathlib import Path
 
+TESTS = Path(__file__).parents[2]
+"""The folder of all tests, from which `helpers` is imported."""
+
 
 def python_path(*folders: Path | str) -> dict[str, str]:
     """Return PYTHONPATH with folders before those that it has: `make quick` finds the nbdist under test by these."""

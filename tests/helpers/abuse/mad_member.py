@@ -11,8 +11,8 @@ from typing import Any
 
 import msgspec
 import torch
-import workers
 
+from helpers.processes import workers
 from nbdist import rpc
 from nbdist.autograd import recorder
 from nbdist.autograd.graph import messages as passes

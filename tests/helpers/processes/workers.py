@@ -22,13 +22,11 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from helpers.waiting import wait_until
-from python_path import python_path
 
+from helpers.suite.python_path import TESTS, python_path
+from helpers.waiting import wait_until
 from nbdist import rpc
 from nbdist.wire import codec
-
-HERE = str(Path(__file__).parent)
 
 
 class Workers:
@@ -41,7 +39,7 @@ class Workers:
         """Another interpreter that runs ``code``."""
         process = subprocess.Popen(
             [sys.executable, "-c", code],
-            env={**os.environ, **python_path(HERE), "OMP_NUM_THREADS": "1", **environment},
+            env={**os.environ, **python_path(TESTS), "OMP_NUM_THREADS": "1", **environment},
             text=True,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -74,7 +72,8 @@ def member(
 ) -> str:
     """Code for a member that does ``first``, joins, does ``then``, and shuts down with the others."""
     return (
-        "import workers, torch\n"
+        "import torch\n"
+        "from helpers.processes import workers\n"
         "from nbdist import rpc\n"
         f"{first}\n"
         f"rpc.init_rpc({name!r}, rank={rank}, world_size={world_size}, rpc_backend_options="

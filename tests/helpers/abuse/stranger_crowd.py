@@ -1,4 +1,4 @@
-"""A crowd of strangers, one after the other, at the TCP ports of a cluster: ``crowd.py``, a program of its own.
+"""Strangers, one after the other, at the TCP ports of a cluster: ``stranger_crowd.py``, a program of its own.
 
 It reads one JSON object: ``doors`` (each with ``address``, ``key``, ``socket``, ``message`` and ``recorded``),
 ``count``, ``per_second`` and ``open``, the most connections that it holds open at a time. At the end it prints one: the

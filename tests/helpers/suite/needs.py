@@ -14,10 +14,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-TESTS = f"{Path(__file__).parent}/"
+TESTS = f"{Path(__file__).parents[2]}/"
 
-PAGE = {"sync_playwright", "browser", "onscreen"}
-"""What opens a page in a browser: a function, and modules of the tests."""
+PAGE = {"sync_playwright", "browser"}
+"""What opens a page in a browser: a function, and a module of the tests."""
 PROCESSES = {"subprocess", "multiprocessing", "pty", "ray"}
 """Modules that start processes."""
 STARTERS = {
@@ -68,11 +68,11 @@ def _uses(one: Any) -> tuple[frozenset[str], tuple[Any, ...]]:
             names.add(name)
             value = scope.get(name)
             if isinstance(value, types.ModuleType):
-                names.add(value.__name__.partition(".")[0])
+                names.add(_name_of(value.__name__))
                 if _is_tests(value):
                     used += [getattr(value, each) for each in code.co_names if hasattr(value, each)]
             elif isinstance(value, type | types.FunctionType):
-                names.add(value.__module__.partition(".")[0])
+                names.add(_name_of(value.__module__))
                 if _is_tests(value):
                     used.append(value)
     return frozenset(names), tuple(each for each in used if isinstance(each, type | types.FunctionType))
@@ -93,6 +93,11 @@ def _codes(one: Any) -> Iterator[tuple[types.CodeType, dict[str, Any]]]:
             code = waiting.pop()
             yield code, one.__globals__
             waiting += [each for each in code.co_consts if isinstance(each, types.CodeType)]
+
+
+def _name_of(module: str) -> str:
+    """Return the last part of the name of a module in `helpers`, and the first of any other."""
+    return module.rpartition(".")[2] if module.startswith("helpers.") else module.partition(".")[0]
 
 
 def _is_tests(value: Any) -> bool:

@@ -30,9 +30,9 @@ import sys
 import threading
 from collections.abc import Iterator
 
-import relay_process
-from other_hosts import Host, ip
-from relay_process import open_tap
+from helpers.hosts import relay_process
+from helpers.hosts.other_hosts import Host, ip
+from helpers.hosts.relay_process import open_tap
 
 __all__ = ["Relay", "can_relay", "relay"]
 

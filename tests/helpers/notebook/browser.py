@@ -9,7 +9,8 @@ import time
 
 import nbformat
 import pytest
-from servers import USER, serve
+
+from helpers.notebook.servers import USER, serve
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 BOTH = ["lab", pytest.param("notebook", marks=pytest.mark.soak)]

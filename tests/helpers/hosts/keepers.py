@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from helpers.waiting import wait_for_file, wait_until
-from other_hosts import Host
-from python_path import python_path
 
 import nbdist
+from helpers.hosts.other_hosts import Host
+from helpers.suite.python_path import python_path
+from helpers.waiting import wait_for_file, wait_until
 from nbdist.cluster.hosts.hub import KeeperMember
 
 __all__ = ["Keepers", "cluster_on", "keeper_of"]
