@@ -53,28 +53,8 @@ import importlib
 import sys
 from typing import TYPE_CHECKING, Any
 
-from nbdist.errors import (
-    DecodeError,
-    EncodeError,
-    ForwardNaN,
-    GroupError,
-    Interrupted,
-    MissingDefinition,
-    NbdistError,
-    NotInitialized,
-    NotUnique,
-    ProtocolError,
-    RemoteError,
-    RendezvousError,
-    ResourceError,
-    RpcTimeout,
-    RRefError,
-    SecurityError,
-    UnknownWorker,
-    UsageError,
-    VersionMismatch,
-    WorkerLost,
-)
+# ruff: noqa: F403, F405 - the classes in `nbdist.errors.__all__`, which ruff does not read; mypy does
+from nbdist.errors import *
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
@@ -116,38 +96,19 @@ if "t" in sys.abiflags:
         "nbdist needs a Python with a GIL, and this one is free-threaded: use python3.13, not python3.13t"
     )
 
-LAYERS: dict[str, int] = {
-    "amounts": 0,
-    "code_lines": 0,
-    "code_places": 0,
-    "columns": 0,
-    "durations": 0,
-    "errors": 0,
-    "finalisers": 0,
-    "gpus": 0,
-    "holds": 0,
-    "ids": 0,
-    "large_memory": 0,
-    "registry": 0,
-    "signals": 0,
-    "thread_frames": 0,
-    "torch_private": 0,
-    "trace": 0,
-    "wire": 1,
-    "channel": 2,
-    "rpc": 3,
-    "autograd": 4,
-    "optim": 4,
-    "nn": 4,
-    "swarm": 4,
-    "cluster": 5,
-    "views": 6,
-    "magics": 7,
-    "compat": 8,
-    "doctor": 8,
-    "testing": 8,
-    "__main__": 8,
-}
+_LAYERS = (
+    "amounts code_lines code_places columns durations errors finalisers gpus holds ids large_memory registry signals "
+    "thread_frames torch_private trace",
+    "wire",
+    "channel",
+    "rpc",
+    "autograd optim nn swarm",
+    "cluster",
+    "views",
+    "magics",
+    "compat doctor testing __main__",
+)
+LAYERS: dict[str, int] = {module: layer for layer, modules in enumerate(_LAYERS) for module in modules.split()}
 """The layer of each module, by the first part of its name."""
 
 ROOMS: dict[str, str] = {
