@@ -46,14 +46,12 @@ class Link(Protocol):
         ``kind`` names the type of the message (`nbdist.wire.messages.Message.kind`); only channels that inject faults
         use it. Raises ChannelError if the message certainly was not sent. A message may be lost without an error.
         """
-        ...
 
     def close(self, *, at_once: bool = False) -> None:
         """Close the link. Messages that were sent before may still arrive; with ``at_once``, they are dropped.
 
         `send` raises ChannelError afterwards, except on links that hold no resources. A second call does nothing.
         """
-        ...
 
 
 @runtime_checkable
@@ -67,7 +65,6 @@ class Channel(Protocol):
     @property
     def addresses(self) -> list[str]:
         """The addresses at which other agents reach this channel, the fastest first."""
-        ...
 
     def connect(self, addresses: Sequence[str], is_large: bool = False) -> Link:
         """Return a link to the agent with these ``addresses``, by the first of them that this process can reach.
@@ -76,7 +73,6 @@ class Channel(Protocol):
 
         Raises ChannelError if none can be reached or the channel is closed, TooManyFiles if no file can be opened.
         """
-        ...
 
     @property
     def readers(self) -> int:
@@ -84,7 +80,6 @@ class Channel(Protocol):
 
         It is 2 if a message wakes only one of the waiting threads: then the other one can take the next message.
         """
-        ...
 
     def receive(self, timeout: float | None, guest: bool = False, soon: bool = False) -> list[bytes] | None:
         """Return the next message's frames; None after ``timeout`` seconds, after `wake`, and once closed.
@@ -94,18 +89,15 @@ class Channel(Protocol):
         ``guest=True``, which may get any message. A reader passes ``soon=True`` if no other thread of the agent has
         work. Then the channel may poll for a message for a millisecond before it sleeps (`nbdist.channel.spinning`).
         """
-        ...
 
     def has_more(self) -> bool:
         """Return whether a message, or part of one, has arrived for which no thread in `receive` will be woken.
 
         The caller must then call `receive`, or `wake` a thread that does.
         """
-        ...
 
     def wake(self) -> None:
         """Make one waiting `receive`, or else the next one, return None, because a timer or the like has changed."""
-        ...
 
     def expect(self) -> None:
         """Keep messages from waking readers, because the calling thread will read its reply itself, as guest.
@@ -129,4 +121,3 @@ class Channel(Protocol):
 
     def close(self) -> None:
         """Stop receiving, close all links, and remove the channel's files. A second call does nothing."""
-        ...

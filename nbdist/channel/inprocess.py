@@ -137,4 +137,3 @@ class InProcessLink:
 
     def close(self, *, at_once: bool = False) -> None:
         """Do nothing: the link holds no resources."""
-        pass

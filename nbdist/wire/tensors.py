@@ -86,15 +86,12 @@ class Slot(Protocol):
     @property
     def place(self) -> Place:
         """The place of the copy in the sender's shared memory; it goes into the message, for the receiver."""
-        ...
 
     def send(self) -> None:
         """Hand the copy over to the receiver, right before the message goes to the channel."""
-        ...
 
     def take_back(self) -> None:
         """Free the copy after `send`, because the message with it is certainly not sent; else do nothing."""
-        ...
 
 
 class Space(Protocol):
@@ -104,7 +101,6 @@ class Space(Protocol):
 
     def put(self, pointer: int, length: int) -> Slot | None:
         """Copy ``length`` bytes at address ``pointer`` of this process; return None if there is no room."""
-        ...
 
     def put_from_gpu(self, part: torch.Tensor, there: str | None) -> Slot | None:
         """Copy a tensor of bytes from a GPU for the receiver's device ``there``; None means the CPU.
@@ -112,7 +108,6 @@ class Space(Protocol):
         The copy may be on the GPU if the receiver uses the same GPU. Returns None if there is no room, or the tensor is
         too small.
         """
-        ...
 
 
 class Lent(Protocol):
@@ -120,11 +115,9 @@ class Lent(Protocol):
 
     def __len__(self) -> int:
         """Return the number of bytes."""
-        ...
 
     def tensor(self) -> torch.Tensor:
         """Return the bytes as a tensor on the GPU. While it lives, the memory is not given back."""
-        ...
 
 
 def is_packable(tensor: torch.Tensor) -> bool:

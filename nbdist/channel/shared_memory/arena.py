@@ -138,7 +138,6 @@ class GpuSpace(Protocol):
 
     def put_tensor(self, part: torch.Tensor, receiver: int) -> ArenaSlot | None:
         """Copy a tensor of bytes that is on the GPU into a block for ``receiver``; return None if there is no room."""
-        ...
 
 
 class Arena:

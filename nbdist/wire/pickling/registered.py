@@ -17,11 +17,9 @@ class Forker(Protocol):
 
     def fork(self, reference: Any) -> Fork:
         """Return a new fork of ``reference``, for the receiver. The encoder calls this for each reference."""
-        ...
 
     def take_back(self) -> None:
         """Undo the forks made so far, because the message is certainly not sent."""
-        ...
 
 
 def register_reference(cls: type) -> None:
