@@ -20,6 +20,7 @@ from __future__ import annotations
 import ctypes
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -196,30 +197,25 @@ def pack_alone(tensor: torch.Tensor, bare: bool, space: Space | None) -> tuple[T
     length = tensor.nbytes
     if not 0 < length < (OWN_FRAME_BYTES if space is None else min(OWN_FRAME_BYTES, space.threshold)):
         return None
-    if tensor.is_contiguous() and tensor.is_cpu and not tensor.is_neg() and not tensor.is_conj():
-        plain = tensor  # as almost all tensors are
-    elif (found := _contiguous_or_none(tensor)) is not None:
-        plain = found
-    else:
+    # The first test is enough for almost all tensors.
+    is_plain = tensor.is_contiguous() and tensor.is_cpu and not tensor.is_neg() and not tensor.is_conj()
+    plain = tensor if is_plain else _contiguous_or_none(tensor)
+    if plain is None:
         return None
     flags = 0 if bare or not (tensor.requires_grad or type(tensor) is torch.nn.Parameter) else _flags(tensor)
     meta = TensorMeta(0, _DTYPE_CODES[tensor.dtype], list(tensor.shape), None, 0, flags)
     return meta, _bytes_at(plain.data_ptr(), length)
 
 
+@dataclass(eq=False, repr=False, slots=True)
 class StoragePart:
     """The part of one storage that the tensors of a message use: from byte ``start`` to byte ``end``."""
 
-    __slots__ = ("device", "end", "number", "start", "storage")
-
-    def __init__(
-        self, number: int, storage: torch.UntypedStorage, start: int, end: int, device: str | None = None
-    ) -> None:
-        self.number = number
-        self.storage = storage
-        self.device = device  # the receiver's device; None for the CPU
-        self.start = start
-        self.end = end
+    number: int
+    storage: torch.UntypedStorage
+    start: int
+    end: int
+    device: str | None  # the receiver's device; None for the CPU
 
     @property
     def is_on_gpu(self) -> bool:
@@ -277,8 +273,8 @@ class TensorPacker:
         # The general way: find which tensors share a storage, and which part of each storage they use together.
         storages: dict[int, StoragePart] = {}
         placed: list[tuple[torch.Tensor, StoragePart, str | None]] = []
-        users: dict[int, int] = {}
         values = [self._value(tensor) for tensor in self.tensors]
+        users: dict[int, int] = {}
         for tensor in values:
             key = tensor.untyped_storage()._cdata
             users[key] = users.get(key, 0) + 1
@@ -452,45 +448,30 @@ def unpack_tensors(
             )
         frame, offset, length = where[meta.buffer]
         if frame < 0:
-            # In shared memory: the tensor is made on these bytes.
-            memory = _leased(leased, -1 - frame, length)
-            if not isinstance(memory, bytes | memoryview):
-                storage = shared.get(meta.buffer)
-                if storage is None:
-                    storage = shared[meta.buffer] = _on_device(memory.tensor().untyped_storage(), meta.device)
-                tensors.append(_finished(_view(storage, dtype, meta), meta))
-                continue
-            if users[meta.buffer] == 1 and meta.strides is None:
-                if math.prod(meta.shape) * dtype.itemsize != length:
-                    raise _damaged("a tensor's bytes do not match its shape")
-                tensor = torch.frombuffer(memory, dtype=dtype, count=length // dtype.itemsize).resize_(meta.shape)
-            else:
-                storage = shared.get(meta.buffer)
-                if storage is None:
-                    tensor = torch.frombuffer(memory, dtype=torch.uint8, count=length)
-                    storage = shared[meta.buffer] = _on_device(tensor.untyped_storage(), meta.device)
-                tensor = _view(storage, dtype, meta)
-            tensors.append(_finished(tensor, meta))
-            continue
-        # In a frame: the bytes are copied into torch's memory, or stay where they are.
-        if not 0 <= frame < len(frames) or offset < 0 or length < 0 or offset + length > len(frames[frame]):
+            memory, stays = _leased(leased, -1 - frame, length), True
+        elif 0 <= frame < len(frames) and offset >= 0 and 0 <= length <= len(frames[frame]) - offset:
+            memory, stays = frames[frame], _can_stay(frames[frame], length)
+        else:
             raise _damaged("a tensor's bytes lie outside of the message")
-        if users[meta.buffer] == 1 and meta.strides is None:
+        # The tensor is made on these bytes if they stay where they are; others are copied into torch's memory.
+        if users[meta.buffer] == 1 and meta.strides is None and isinstance(memory, (bytes, memoryview)):
             if math.prod(meta.shape) * dtype.itemsize != length:
                 raise _damaged("a tensor's bytes do not match its shape")
-            if _can_stay(frames[frame], length):
-                tensor = torch.frombuffer(frames[frame], dtype=dtype).resize_(meta.shape)
+            if stays:
+                tensor = torch.frombuffer(memory, dtype=dtype, count=length // dtype.itemsize).resize_(meta.shape)
             else:
                 tensor = torch.empty(meta.shape, dtype=dtype, device="cpu")
-                _copy_in(tensor.data_ptr(), frames[frame], offset, length)
+                _copy_in(tensor.data_ptr(), memory, offset, length)
         else:
             storage = shared.get(meta.buffer)
             if storage is None:
-                if _can_stay(frames[frame], length):
-                    storage = torch.frombuffer(frames[frame], dtype=torch.uint8).untyped_storage()
+                if not isinstance(memory, bytes | memoryview):
+                    storage = memory.tensor().untyped_storage()
+                elif stays:
+                    storage = torch.frombuffer(memory, dtype=torch.uint8, count=length).untyped_storage()
                 else:
                     storage = torch.UntypedStorage(length)
-                    _copy_in(storage.data_ptr(), frames[frame], offset, length)
+                    _copy_in(storage.data_ptr(), memory, offset, length)
                 storage = shared[meta.buffer] = _on_device(storage, meta.device)
             tensor = _view(storage, dtype, meta)
         tensors.append(_finished(tensor, meta))
