@@ -43,7 +43,7 @@ def error_classes() -> dict[str, str]:
         for node in ast.walk(_parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 bases = {ast.unparse(base).rpartition(".")[2] for base in node.bases}
-                if bases & (set(errors.__all__) | {"NbdistError"}) or node.name in errors.__all__:
+                if bases & vars(errors).keys() or node.name in vars(errors):
                     found[node.name] = (ast.get_docstring(node) or "").split("\n")[0]
     return found
 

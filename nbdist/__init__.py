@@ -53,7 +53,7 @@ import importlib
 import sys
 from typing import TYPE_CHECKING, Any
 
-# ruff: noqa: F403, F405 - the classes in `nbdist.errors.__all__`, which ruff does not read; mypy does
+# ruff: noqa: F403, F405 - all classes there, which `__all__` lists; mypy knows them, unlike ruff
 from nbdist.errors import *
 
 if TYPE_CHECKING:

@@ -26,29 +26,6 @@
 
 from __future__ import annotations
 
-__all__ = [
-    "DecodeError",
-    "EncodeError",
-    "ForwardNaN",
-    "GroupError",
-    "Interrupted",
-    "MissingDefinition",
-    "NbdistError",
-    "NotInitialized",
-    "NotUnique",
-    "ProtocolError",
-    "RRefError",
-    "RemoteError",
-    "RendezvousError",
-    "ResourceError",
-    "RpcTimeout",
-    "SecurityError",
-    "UnknownWorker",
-    "UsageError",
-    "VersionMismatch",
-    "WorkerLost",
-]
-
 
 class NbdistError(RuntimeError):
     """The base class of nbdist's own errors, a RuntimeError. A value of a wrong type raises Python's TypeError instead.
