@@ -115,7 +115,7 @@ ROOMS: dict[str, str] = {
     "gpus": "order pinned side_streams spans staging support",
     "wire": "devices history messages tensors encoded peer pickling quick encoding decoding codec",
     "channel": (
-        "contract faulty gate inprocess machine assembly framing local_link resources process_watch secret "
+        "after_fork contract faulty gate inprocess machine assembly framing local_link resources process_watch secret "
         "locked_directory locked_file shared_memory spinning zeromq_links large_inbox zeromq entrance local"
     ),
     "rpc": (

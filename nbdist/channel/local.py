@@ -35,6 +35,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from nbdist.channel import machine
+from nbdist.channel.after_fork import call_forked
 from nbdist.channel.contract import ChannelError, Link, TooManyFiles
 from nbdist.channel.framing import FrameCutter, Large
 from nbdist.channel.gate import Gate
@@ -59,17 +60,6 @@ _log = logging.getLogger("nbdist.channel")
 def is_available() -> bool:
     """Return whether this system has unix sockets, their peers' user ids, and epoll."""
     return hasattr(socket, "AF_UNIX") and hasattr(socket, "SO_PEERCRED") and hasattr(select, "epoll")
-
-
-_channels: weakref.WeakSet[LocalChannel] = weakref.WeakSet()
-
-
-def _after_fork() -> None:
-    for channel in list(_channels):
-        channel.forked()
-
-
-os.register_at_fork(after_in_child=_after_fork)
 
 
 class LocalChannel:
@@ -130,7 +120,7 @@ class LocalChannel:
             self._guests.register(self._call, select.EPOLLIN)  # not edge-triggered: reported until `called` reads it
             self._outbox = Outbox()
             self._resources = undo.pop_all()
-        _channels.add(self)
+        call_forked(self)
 
     @property
     def addresses(self) -> list[str]:

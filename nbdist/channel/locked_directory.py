@@ -8,24 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import os
 import shutil
 import time
-import weakref
 from pathlib import Path
 from typing import IO
 
+from nbdist.channel.after_fork import call_forked
 from nbdist.channel.secret import runtime_directory
-
-_directories: weakref.WeakSet[LockedDirectory] = weakref.WeakSet()
-
-
-def _after_fork() -> None:
-    for directory in list(_directories):
-        directory.forked()
-
-
-os.register_at_fork(after_in_child=_after_fork)
 
 
 class LockedDirectory:
@@ -43,7 +32,7 @@ class LockedDirectory:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             draft.rename(self.path)
             undo.pop_all()
-        _directories.add(self)
+        call_forked(self)
 
     def forked(self) -> None:
         """Close the lock's file in a forked process. Else the child would keep the lock after the parent's death."""

@@ -21,13 +21,13 @@ import ctypes
 import os
 import resource
 import threading
-import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
 
 from nbdist.channel import machine
+from nbdist.channel.after_fork import call_forked
 from nbdist.channel.shared_memory import mapping
 from nbdist.channel.shared_memory.blocks import SEGMENT_SIZE, Block, Blocks, Close, Empty, Instruction, Open
 from nbdist.channel.shared_memory.mapping import MemoryFailure
@@ -64,17 +64,6 @@ def open_arena(incarnation: int, bound: int | None, threshold: int) -> Arena | N
         return arena if arena.probe >= 0 else None
     except MemoryFailure:
         return None
-
-
-_arenas: weakref.WeakSet[Arena] = weakref.WeakSet()
-
-
-def _after_fork() -> None:
-    for arena in list(_arenas):
-        arena.forked()
-
-
-os.register_at_fork(after_in_child=_after_fork)
 
 
 class ArenaSlot:
@@ -168,7 +157,7 @@ class Arena:
         self._is_closed = False
         self._files: dict[int, int] = {}  # the descriptor of each segment, by its number
         self._mappings: dict[int, Any] = {}
-        _arenas.add(self)
+        call_forked(self)
 
     @property
     def probe(self) -> int:

@@ -14,8 +14,8 @@ import os
 import socket
 import struct
 import threading
-import weakref
 
+from nbdist.channel.after_fork import call_forked
 from nbdist.channel.resources import explain
 from nbdist.channel.shared_memory.mapping import MemoryFailure
 
@@ -23,16 +23,6 @@ _LONGEST = 256  # the most bytes of a datagram
 _CREDENTIALS = struct.Struct("3i")  # the kernel's statement about a datagram's sender: its process, user and group
 _MOST_KEPT = 1024  # the most received descriptors that are kept until `take`
 _OPEN, _CLOSED = "open", "closed"  # the first words of the two kinds of datagrams
-
-_all: weakref.WeakSet[Descriptors] = weakref.WeakSet()
-
-
-def _after_fork() -> None:
-    for each in list(_all):
-        each.forked()
-
-
-os.register_at_fork(after_in_child=_after_fork)
 
 
 class Descriptors:
@@ -54,7 +44,7 @@ class Descriptors:
                 raise
         except OSError as error:
             raise MemoryFailure(f"cannot open a socket for descriptors: {explain(error)}") from error
-        _all.add(self)
+        call_forked(self)
 
     def send(self, to: int, label: str, descriptor: int | None) -> None:
         """Send a descriptor, or with None the notice that its file is closed, to the agent with incarnation ``to``.
