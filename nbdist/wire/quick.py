@@ -97,17 +97,11 @@ def leave_holes(value: Any, form: int, holes: Sequence[Hole]) -> bytes:
     """Return the pickle of ``value`` with None in place of each tensor and reference, which ``holes`` names."""
     if form == WHOLE:
         return b""
-    if form == CALL:
-        name, args, kwargs = value
-        # The keywords' names go separately, so that one number tells which argument a hole is.
-        rest = [*args, *kwargs.values()] if kwargs else [*args]
-        for at, _, _ in holes:
-            rest[at] = None
-        return pickle.dumps((name, rest, tuple(kwargs)), 5)
-    rest = list(value)
+    rest = [*value[1], *value[2].values()] if form == CALL else list(value)
     for at, _, _ in holes:
         rest[at] = None
-    return pickle.dumps(rest, 5)
+    # The keywords' names go separately, so that one number tells which argument a hole is.
+    return pickle.dumps((value[0], rest, tuple(value[2])) if form == CALL else rest, 5)
 
 
 def encode(
@@ -119,7 +113,8 @@ def encode(
     """
     holes: list[Hole] = []
     taken: list[torch.Tensor] = []
-    index_of: dict[int, int] = {}  # by ``id``: what occurs twice travels once, and is one object for the receiver, too
+    # By ``id``: what occurs twice travels once, and is one object for the receiver, too.
+    seen: dict[int, tuple[int, int]] = {}
     recorded: list[torch.Tensor] = []
     recorded_at: list[int] = []
     forks: list[Fork] = []
@@ -128,30 +123,24 @@ def encode(
         kind = type(item)
         if kind in ATOMS:
             continue
-        if kind in reference_types:
-            if forker is None:
-                raise EncodeError("cannot be sent: an RRef can only be sent in a call or its result")
-            index = index_of.get(id(item))
-            if index is None:
-                index = index_of[id(item)] = len(forks)
+        found = seen.get(id(item))
+        if found is None:
+            if kind in reference_types:
+                if forker is None:
+                    raise EncodeError("cannot be sent: an RRef can only be sent in a call or its result")
+                found = REFERENCE, len(forks)
                 forks.append(forker.fork(item))
-            holes.append((at, REFERENCE, index))
-            continue
-        index = index_of.get(id(item))
-        if index is None:
-            index = index_of[id(item)] = len(taken)
-            taken.append(item)
-            if item.requires_grad:
-                if record:
+            else:
+                found = TENSOR, len(taken)
+                if record and item.requires_grad:
+                    found = RECORDED, len(recorded)  # the index among the recorded tensors
                     recorded.append(item)
-                    recorded_at.append(index)
-                else:
+                    recorded_at.append(len(taken))
+                elif item.requires_grad:
                     requires_grad = True
-        # The hole of a recorded tensor has the tensor's index among the recorded tensors.
-        if recorded and index in recorded_at:
-            holes.append((at, RECORDED, recorded_at.index(index)))
-        else:
-            holes.append((at, TENSOR, index))
+                taken.append(item)
+            seen[id(item)] = found
+        holes.append((at, found[0], found[1]))
     body = leave_holes(value, form, holes)
     # Most messages have one small tensor, which needs no bookkeeping of storages.
     alone = pack_alone(taken[0], bool(recorded), space) if len(taken) == 1 and devices.leave_cpu else None
