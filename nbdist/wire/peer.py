@@ -87,33 +87,21 @@ class Standing(Enum):
     LOST = "lost"
 
 
+@dataclass(eq=False, repr=False, slots=True)
 class Outgoing:
     """A message ready for the channel. ``seq`` is its number, and 0 for a message that need not arrive."""
 
-    __slots__ = ("back", "deletes", "frames", "holds", "message", "pings", "retry_at", "sent_at", "seq", "tries")
-
-    def __init__(
-        self,
-        seq: int,
-        message: Message,
-        frames: list[Buffer],
-        back: list[tuple[int, int]],
-        deletes: list[UserDelete],
-        holds: Any,
-        now: float,
-        pings: int,
-    ) -> None:
-        self.seq = seq
-        self.message = message
-        self.frames = frames  # the envelope and the frames after it
-        self.back = back  # the blocks of the receiver's arena that the message gives back
-        self.deletes = deletes  # the deletes that the message carries
-        self.holds = holds  # kept alive as long as this object, that is, until the message has arrived
-        self.sent_at = now
-        self.pings = pings  # the number of pings that were sent before the message
-        self.tries = 1  # the number of times that the message was given to the channel
-        # The moment at which to try again after the channel refused the message; infinite otherwise.
-        self.retry_at = math.inf
+    seq: int
+    message: Message
+    frames: list[Buffer]  # the envelope and the frames after it
+    back: list[tuple[int, int]]  # the blocks of the receiver's arena that the message gives back
+    deletes: list[UserDelete]  # the deletes that the message carries
+    holds: Any  # kept alive as long as this object, that is, until the message has arrived
+    sent_at: float
+    pings: int  # the number of pings that were sent before the message
+    tries: int = 1  # the number of times that the message was given to the channel
+    # The moment at which to try again after the channel refused the message; infinite otherwise.
+    retry_at: float = math.inf
 
 
 class Transmit(NamedTuple):
@@ -221,7 +209,7 @@ class Peer:
         self._pings = 0  # the number of pings sent
         self._ping_sent = -math.inf  # the moment of the last ping
         self._ping_wait = PING_FIRST  # seconds from the last ping, or the oldest message, to the next ping
-        self._retrying = 0  # the number of kept messages that the channel refused and that will be tried again
+        self._to_retry: set[int] = set()  # the numbers of the kept messages that the channel refused
 
     @property
     def outstanding(self) -> int:
@@ -328,9 +316,8 @@ class Peer:
 
     def withdraw(self, seq: int) -> None:
         """Forget message ``seq``, which has arrived or is given up, and free its ``holds``."""
-        kept = self._kept.pop(seq, None)
-        if kept is not None and kept.retry_at != math.inf:
-            self._retrying -= 1
+        self._kept.pop(seq, None)
+        self._to_retry.discard(seq)
         while self._first < self.next_seq and self._first not in self._kept:
             self._first += 1
 
@@ -338,8 +325,7 @@ class Peer:
         """Record that the channel refused message ``seq``: `tick` will try it again later, if it must arrive."""
         kept = self._kept.get(seq)
         if kept is not None:
-            if kept.retry_at == math.inf:
-                self._retrying += 1
+            self._to_retry.add(seq)
             kept.retry_at = now + min(_RETRY_FIRST * 2 ** (kept.tries - 1), _RETRY_MOST)
 
     def ping(self, now: float) -> Outgoing:
@@ -387,11 +373,10 @@ class Peer:
             self.standing = Standing.LIVE
 
     def _forget_arrived(self, mark: int, more: Sequence[int]) -> None:
-        kept, first, following = self._kept, self._first, self.next_seq
+        kept, to_retry, first, following = self._kept, self._to_retry, self._first, self.next_seq
         while first < following and (first <= mark or first not in kept):
-            gone = kept.pop(first, None)
-            if gone is not None and gone.retry_at != math.inf:
-                self._retrying -= 1
+            kept.pop(first, None)
+            to_retry.discard(first)
             first += 1
         self._first = first
         for seq in more:
@@ -409,23 +394,22 @@ class Peer:
         late = [kept for kept in self._kept.values() if kept.pings < pong.number]
         if late:
             self._ping_wait = PING_FIRST  # the peer is alive: lost messages should not wait long for the next ping
-        return [action for kept in late for action in self._resend(kept, now)]
+        return [self._resend(kept, now) for kept in late]
 
-    def _resend(self, kept: Outgoing, now: float) -> list[Action]:
+    def _resend(self, kept: Outgoing, now: float) -> Action:
         """Return the action for a kept message: send it again, or give it up after too many tries."""
-        if kept.retry_at != math.inf:
-            kept.retry_at = math.inf
-            self._retrying -= 1
+        self._to_retry.discard(kept.seq)
+        kept.retry_at = math.inf
         if kept.tries > self._limits.retries:
             self.refused(kept, now)
-            return [Undelivered(kept.message)]
+            return Undelivered(kept.message)
         kept.tries += 1
         kept.sent_at = now
         kept.pings = self._pings
         self.resent += 1
         # The same number, by which the receiver recognises the message, but current acknowledgements.
         kept.frames[0] = self._envelope(kept.seq, kept.message, kept.back, kept.deletes)
-        return [Transmit(kept)]
+        return Transmit(kept)
 
     # -- the clock ----------------------------------------------------------------------------
 
@@ -444,10 +428,9 @@ class Peer:
         if self.is_watched and silent >= self._limits.suspect_after and self.standing is Standing.LIVE:
             self.standing = Standing.SUSPECT
             actions.append(Suspect(silent))
-        if self._retrying:
+        if self._to_retry:
             due = [kept for kept in self._kept.values() if kept.retry_at <= now]
-            for kept in due:
-                actions += self._resend(kept, now)
+            actions += [self._resend(kept, now) for kept in due]
         if now >= self._ping_due():
             if self._kept:
                 self._ping_wait = min(self._ping_wait * 2, _PING_MOST)
@@ -472,7 +455,7 @@ class Peer:
         if self.standing is Standing.LOST:
             return math.inf
         due = min(self.ack_due, self._deletes_due, self._ping_due())
-        if self._retrying:
+        if self._to_retry:
             due = min(due, *(kept.retry_at for kept in self._kept.values()))
         if self.is_watched:
             patience = self._limits.suspect_after if self.standing is Standing.LIVE else self._limits.lost_after
@@ -484,6 +467,6 @@ class Peer:
         self.standing = Standing.LOST
         self._kept.clear()
         self._first = self.next_seq
-        self._retrying = 0
+        self._to_retry.clear()
         self._deletes.clear()
         self.ack_due = self._deletes_due = math.inf
