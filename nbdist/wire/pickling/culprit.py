@@ -5,7 +5,9 @@ Used only after pickling has failed. Each part is pickled by itself, so this may
 
 from __future__ import annotations
 
+import contextlib
 import io
+import itertools
 import types
 from collections.abc import Iterator
 from typing import Any
@@ -98,17 +100,13 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(value, types.FunctionType):  # its parts are its closure's variables, and the globals that it names
         code = value.__code__
         for name, cell in zip(code.co_freevars, value.__closure__ or (), strict=True):
-            try:
+            with contextlib.suppress(ValueError):  # the cell is empty
                 yield name, cell.cell_contents
-            except ValueError:  # the cell is empty
-                continue
         for name in code.co_names:
             if name in value.__globals__:
                 yield name, value.__globals__[name]
     elif isinstance(value, dict):
-        for number, (key, item) in enumerate(value.items()):
-            if number >= _MOST_PARTS:
-                return
+        for key, item in itertools.islice(value.items(), _MOST_PARTS):
             yield f"[{key!r}]", item
     elif isinstance(value, list | tuple):
         for number, item in enumerate(value[:_MOST_PARTS]):

@@ -64,9 +64,7 @@ def own_name(definition: Any) -> str | None:
 def find_own(qualname: str, expected: str) -> Any:
     """Return the function or class that ``__main__`` here has under ``qualname``, if its digest is ``expected``."""
     found = find_named(qualname)
-    if isinstance(found, (*_FUNCTIONS, type)) and digest(found) == expected:
-        return found
-    return None
+    return found if isinstance(found, (*_FUNCTIONS, type)) and digest(found) == expected else None
 
 
 def get_own(qualname: str, expected: str) -> Any:

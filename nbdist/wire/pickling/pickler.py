@@ -40,22 +40,16 @@ class ValueWanted(Exception):
     """Raised if the receiver is known to lack a definition: the message must be encoded again, by value."""
 
 
-class _TakeBuffers:
-    """Puts large buffers, such as numpy's, into frames of their own."""
-
-    def __init__(self, frames: list[Buffer]) -> None:
-        self._frames = frames
-
-    def __call__(self, buffer: pickle.PickleBuffer) -> bool:
-        """Return False if the buffer was copied into a frame of its own, True if pickle must put it into the body."""
-        try:
-            raw = buffer.raw()
-        except BufferError:  # the memory is not contiguous
-            return True
-        if raw.nbytes < OWN_FRAME_BYTES:
-            return True
-        self._frames.append(bytes(raw))
-        return False
+def _take_buffer(frames: list[Buffer], buffer: pickle.PickleBuffer) -> bool:
+    """Copy a large buffer, such as numpy's, into a frame of its own; return True if it must go into the body."""
+    try:
+        raw = buffer.raw()
+    except BufferError:  # the memory is not contiguous
+        return True
+    if raw.nbytes < OWN_FRAME_BYTES:
+        return True
+    frames.append(bytes(raw))
+    return False
 
 
 _NO_FILE = "<dynamic-code>"  # the text that cloudpickle 3.1.3 writes in place of the file name of a function's code
@@ -86,7 +80,7 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no 
         self.dispatch_table[functools.cached_property] = _reduce_cached_property
         self.dispatch_table[functools.partialmethod] = _reduce_partialmethod
         # The callback is no method of this pickler: a reference cycle would keep the value until a garbage collection.
-        super().__init__(file, protocol=5, buffer_callback=_TakeBuffers(buffers))
+        super().__init__(file, protocol=5, buffer_callback=functools.partial(_take_buffer, buffers))
         self.packer = packer
         self.forks: list[Fork] = []
         self.references: dict[int, int] = {}  # the index in `forks` of each reference, by the object's id
