@@ -58,8 +58,9 @@ class Link(Protocol):
 class Channel(Protocol):
     """Receives an agent's messages at one or more addresses, and makes links to other agents.
 
-    A channel whose messages always wake a reader inherits `expect`, `expect_no_more` and `called`, which do nothing,
-    and `call`, which ends one `receive`. Any thread may call `wake` and `call`; after `close` they do no harm.
+    A channel whose messages always wake a reader inherits `readers` and `has_more`, which return 1 and False, `expect`,
+    `expect_no_more` and `called`, which do nothing, and `call`, which ends one `receive`. Any thread may call `wake`
+    and `call`; after `close` they do no harm.
     """
 
     @property
@@ -80,6 +81,7 @@ class Channel(Protocol):
 
         It is 2 if a message wakes only one of the waiting threads: then the other one can take the next message.
         """
+        return 1
 
     def receive(self, timeout: float | None, guest: bool = False, soon: bool = False) -> list[bytes] | None:
         """Return the next message's frames; None after ``timeout`` seconds, after `wake`, and once closed.
@@ -95,6 +97,7 @@ class Channel(Protocol):
 
         The caller must then call `receive`, or `wake` a thread that does.
         """
+        return False
 
     def wake(self) -> None:
         """Make one waiting `receive`, or else the next one, return None, because a timer or the like has changed."""

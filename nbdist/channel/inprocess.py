@@ -84,15 +84,6 @@ class InProcessChannel(Channel):
         if not self._closed:
             self.arrived.put(frames)
 
-    @property
-    def readers(self) -> int:
-        """The number of threads that should wait in `receive`: 1."""
-        return 1
-
-    def has_more(self) -> bool:
-        """Return False: each message in the queue wakes a thread."""
-        return False
-
     def receive(self, timeout: float | None, guest: bool = False, soon: bool = False) -> list[bytes] | None:
         """Return the next message's frames; None after ``timeout`` seconds, after `wake`, and once closed.
 

@@ -243,15 +243,6 @@ class ZeroMqChannel(Channel):
             self._links.add(link)
             return link
 
-    @property
-    def readers(self) -> int:
-        """The number of threads that should wait in `receive`: 1."""
-        return 1
-
-    def has_more(self) -> bool:
-        """Return False: every message wakes the reader."""
-        return False
-
     def receive(self, timeout: float | None, guest: bool = False, soon: bool = False) -> list[bytes] | None:
         """Return the next message's frames; None after ``timeout`` seconds, after `wake`, and once closed.
 
