@@ -68,9 +68,7 @@ class Entrance:
         self.socket.set(zmq.SNDHWM, _ANSWERS_WAITING)
         self.socket.set(zmq.RCVHWM, _WAITING)
         self.socket.set(zmq.IPV6, int(":" in host))
-        self.socket.set(zmq.CURVE_SERVER, 1)
-        self.socket.set(zmq.CURVE_PUBLICKEY, keys.public)
-        self.socket.set(zmq.CURVE_SECRETKEY, keys.private)
+        keys.secure(self.socket)
         try:
             bind(self.socket, host, ports)
         except BaseException:  # Ctrl-C, too, would leave ZeroMQ's threads and files
@@ -160,10 +158,7 @@ class Visit:
             self.socket.set(zmq.LINGER, 0)
             self.socket.set(zmq.MAXMSGSIZE, _LARGEST_ANSWER)
             self.socket.set(zmq.IPV6, int("[" in address))
-            public, private = zmq.curve_keypair()
-            self.socket.set(zmq.CURVE_PUBLICKEY, public)
-            self.socket.set(zmq.CURVE_SECRETKEY, private)
-            self.socket.set(zmq.CURVE_SERVERKEY, key)
+            CurveKeys(*zmq.curve_keypair()).secure(self.socket, key)
             try:
                 self.socket.connect(address)
             except zmq.ZMQError as error:

@@ -40,6 +40,18 @@ class CurveKeys(NamedTuple):
     public: bytes
     private: bytes
 
+    def secure(self, sock: zmq.Socket[bytes], listener: bytes | None = None) -> None:
+        """Make a socket encrypt its TCP connections and prove its identity with these keys.
+
+        A socket that connects needs the public key of the ``listener``; without one, the socket itself listens.
+        """
+        sock.set(zmq.CURVE_PUBLICKEY, self.public)
+        sock.set(zmq.CURVE_SECRETKEY, self.private)
+        if listener is None:
+            sock.set(zmq.CURVE_SERVER, 1)
+        else:
+            sock.set(zmq.CURVE_SERVERKEY, listener)
+
 
 class Secret:
     """The secret that all members of a cluster share."""

@@ -121,7 +121,7 @@ class ZeroMqChannel(Channel):
                 # CURVE applies to addresses that are bound from here on. The ipc files are bound already; their
                 # directory protects them.
                 for sock, suffix in ((self._inbox, ""), (large, _FOR_LARGE)):
-                    self._secured(sock)
+                    self._secret.curve("door").secure(sock)
                     sock.set(zmq.IPV6, int(":" in host))
                     self._bind(sock, f"tcp://{in_brackets(host)}:*", suffix)
             self._inbox.bind(LargeInbox.ANNOUNCED_AT)
@@ -161,13 +161,6 @@ class ZeroMqChannel(Channel):
             yield
         finally:
             authenticator.stop()
-
-    def _secured(self, sock: zmq.Socket[bytes]) -> None:
-        """Make a socket encrypt its TCP connections and prove its identity, with the CURVE keys of role ``door``."""
-        door = self._secret.curve("door")
-        sock.set(zmq.CURVE_SERVER, 1)
-        sock.set(zmq.CURVE_PUBLICKEY, door.public)
-        sock.set(zmq.CURVE_SECRETKEY, door.private)
 
     def _bind(self, sock: zmq.Socket[bytes], address: str, suffix: str = "") -> None:
         """Listen at an address, and add it to `addresses`, with the chosen port in place of ``*``, and a ``suffix``."""
@@ -227,10 +220,7 @@ class ZeroMqChannel(Channel):
             self._prepare(sock, _LARGE_THREAD if is_large else _SMALL_THREAD)
             sock.set(zmq.IPV6, int("[" in address))
             if curve:
-                member = self._secret.curve("member")
-                sock.set(zmq.CURVE_PUBLICKEY, member.public)
-                sock.set(zmq.CURVE_SECRETKEY, member.private)
-                sock.set(zmq.CURVE_SERVERKEY, self._secret.curve("door").public)
+                self._secret.curve("member").secure(sock, self._secret.curve("door").public)
             try:
                 sock.connect(address)
             except zmq.ZMQError as error:
