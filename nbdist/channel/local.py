@@ -279,15 +279,12 @@ class LocalChannel:
         if number == self._wake:
             with contextlib.suppress(BlockingIOError):
                 os.eventfd_read(self._wake)
-            return True
         elif number == self._beside_file:
             self._more_beside = True
-        elif number == self._call:
-            return True
-        elif not self._closed:
+        elif number != self._call and not self._closed:
             # The listener, or a connection that another thread has given up meanwhile; then there is nothing to accept.
             self._accept()
-        return False
+        return number in (self._wake, self._call)
 
     def _gather(self) -> None:
         """Read a part from each connection that has bytes, and one message from ZeroMQ, so that none waits long."""

@@ -239,23 +239,20 @@ class ZeroMqChannel(Channel):
         Returns None also for bytes that no link of nbdist sends. A second thread waits for its turn, without a limit.
         """
         with self._receiving:
-            return self._receive(timeout)
-
-    def _receive(self, timeout: float | None) -> list[bytes] | None:
-        try:
-            if self._has_message():  # ask first: the exception zmq.Again would cost as much time as the message
-                return self._take()
-            if self._closed:
+            try:
+                if self._has_message():  # ask first: the exception zmq.Again would cost as much time as the message
+                    return self._take()
+                if self._closed:
+                    return None
+                # Rounded up: the caller would otherwise find that its time is not up, and call again at once.
+                ready = self._poller.poll(None if timeout is None else max(0, round(timeout * 1000 + 0.5)))
+                for which, _ in ready:
+                    if which == self._wake_out:
+                        with contextlib.suppress(BlockingIOError):
+                            os.read(self._wake_out, 4096)
+                return self._take() if ready and self._has_message() else None
+            except zmq.ZMQError:
                 return None
-            # Rounded up: the caller would otherwise find that its time is not up, and call again at once.
-            ready = self._poller.poll(None if timeout is None else max(0, round(timeout * 1000 + 0.5)))
-            for which, _ in ready:
-                if which == self._wake_out:
-                    with contextlib.suppress(BlockingIOError):
-                        os.read(self._wake_out, 4096)
-            return self._take() if ready and self._has_message() else None
-        except zmq.ZMQError:
-            return None
 
     def _take(self) -> list[bytes] | None:
         """Return a message that the inbox has or announces; None for bytes that no link of nbdist sends."""
