@@ -296,9 +296,7 @@ class Arena:
     def close(self) -> None:
         """Release all segments, once. Memory that receivers have mapped lives until they unmap it."""
         with self._lock:
-            self._is_closed = True
-            for segment in list(self._files):
-                self._close(segment)
+            self.forked()
 
     def forked(self) -> None:
         """Release the parent's segments in a forked process."""

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
+from dataclasses import dataclass
 from typing import NamedTuple
 
 _SMALLEST_BLOCK = 1 << 16  # bytes
@@ -50,16 +51,14 @@ class Segment:
         self.is_retired = False
 
 
+@dataclass(eq=False, repr=False, slots=True)
 class Block:
     """A part of a segment, for one storage."""
 
-    __slots__ = ("freed", "offset", "segment", "size")
-
-    def __init__(self, segment: Segment, offset: int, size: int) -> None:
-        self.segment = segment
-        self.offset = offset
-        self.size = size
-        self.freed = 0  # the number of the event that last freed the block, among all such events
+    segment: Segment
+    offset: int
+    size: int
+    freed: int = 0  # the number of the event that last freed the block, among all such events
 
 
 class Open(NamedTuple):
@@ -162,19 +161,15 @@ class Blocks:
 
     # -- and back -----------------------------------------------------------------------------
 
-    def put_back(self, block: Block) -> list[Instruction]:
-        """Free a taken block that was not lent."""
-        return self._free(block)
-
     def discard(self, block: Block) -> list[Instruction]:
         """Forget a taken block, and retire its segment, because the arena could not make the segment."""
-        block.segment.is_retired = True  # else `_free` would keep the block for the next `take`
-        return self._free(block)
+        block.segment.is_retired = True  # else `put_back` would keep the block for the next `take`
+        return self.put_back(block)
 
     def give_back(self, by: int, segment: int, offset: int) -> list[Instruction]:
         """Free the block at ``segment`` and ``offset``. Does nothing if it is not lent to the receiver ``by``."""
         block = self._with.get(by, {}).pop((segment, offset), None)
-        return [] if block is None else self._free(block)
+        return [] if block is None else self.put_back(block)
 
     def lose(self, by: int, segment: int, offset: int) -> list[Instruction]:
         """Never use again a block that was lent to ``by``, nor others of its segment: a process may still read it.
@@ -188,10 +183,10 @@ class Blocks:
         """Free all blocks that are lent to a dead receiver. If its process is alive, never use them again."""
         instructions: list[Instruction] = []
         for block in self._with.pop(receiver, {}).values():
-            instructions += self._free(block) if is_dead else self._strike_out(block)
+            instructions += self.put_back(block) if is_dead else self._strike_out(block)
         return instructions
 
-    def _free(self, block: Block) -> list[Instruction]:
+    def put_back(self, block: Block) -> list[Instruction]:
         """Free a taken or lent block. It keeps its memory for the next `take`, unless its segment is retired."""
         self.used -= block.size
         if block.segment.is_retired:

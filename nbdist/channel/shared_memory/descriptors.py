@@ -100,19 +100,17 @@ class Descriptors:
             what, key = words[0], (int(words[1], 16), words[2]) if len(words) == 3 else key
         # If this process has too many files open, the kernel leaves the descriptor out.
         # Any user may send to this address, which has no file, so no permissions either.
-        if user != os.getuid() or flags & socket.MSG_CTRUNC or len(files) != (what == _OPEN):
+        if user != os.getuid() or flags & socket.MSG_CTRUNC or len(files) != {_OPEN: 1, _CLOSED: 0}.get(what):
             _close(files)
             return True
-        if what == _CLOSED:
-            self._closed.append(key)
-            _close([self._came.pop(key)] if key in self._came else [])
-        if what != _OPEN:
-            return True
-        if len(self._came) >= _MOST_KEPT:
+        if what == _OPEN and len(self._came) >= _MOST_KEPT:
             # The oldest one: the message that was to name it may never come.
             _close([self._came.pop(next(iter(self._came)))])
         _close([self._came.pop(key)] if key in self._came else [])
-        self._came[key] = files[0]
+        if what == _OPEN:
+            self._came[key] = files[0]
+        else:
+            self._closed.append(key)
         return True
 
     def forget(self, sender: int) -> None:

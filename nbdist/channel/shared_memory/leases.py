@@ -55,14 +55,6 @@ class LeaseEnded(NamedTuple):
     is_shared: bool  # a forked process may still read the block, so the owner must not write to it again
 
 
-class _Segment:
-    """A mapped segment of another agent's arena."""
-
-    def __init__(self, mapping: Mapping | GpuMapping) -> None:
-        self.mapping = mapping
-        self.used_at = 0.0  # the moment at which the last lease in it began, as of `time.monotonic`
-
-
 class Leases:
     """Maps the blocks that other agents have lent to one agent, until no tensor uses them. Any thread may use it."""
 
@@ -75,8 +67,9 @@ class Leases:
         """Not empty if leases have ended that `take_ended` has not returned. Only test whether it is empty."""
         self.begun = 0  # the number of leases so far
         self.over = 0  # those that `take_ended` has returned so far
-        # The mapped segments, by the owner's incarnation and the segment's number.
-        self._segments: dict[tuple[int, int], _Segment] = {}
+        # The mapped segments, by the owner's incarnation and the segment's number; with each, the moment at which the
+        # last lease in it began, as of `time.monotonic`.
+        self._segments: dict[tuple[int, int], tuple[Mapping | GpuMapping, float]] = {}
         self._lock = threading.Lock()
 
     def can_read(self, owner: Record) -> bool:
@@ -118,12 +111,11 @@ class Leases:
     def _segment(self, owner: Record, place: Place, now: float) -> Mapping | GpuMapping:
         """Return the mapping of the segment of a place, which is used at ``now``. May raise MemoryFailure."""
         with self._lock:
-            segment = self._segments.get((owner.incarnation, place.segment))
-            if segment is None or segment.mapping.size != place.size:
-                segment = _Segment(self._open(owner, place))
-                self._segments[owner.incarnation, place.segment] = segment
-            segment.used_at = now
-            return segment.mapping
+            mapping, _ = self._segments.get((owner.incarnation, place.segment), (None, now))
+            if mapping is None or mapping.size != place.size:
+                mapping = self._open(owner, place)
+            self._segments[owner.incarnation, place.segment] = mapping, now
+            return mapping
 
     def _open(self, owner: Record, place: Place) -> Mapping | GpuMapping:
         if place.segment < FIRST_GPU_SEGMENT:
@@ -158,8 +150,8 @@ class Leases:
     def trim(self, now: float) -> None:
         """Drop the mappings of segments in which no lease has begun for 30 s; a new lease maps its segment again."""
         with self._lock:
-            for key, segment in list(self._segments.items()):
-                if now - segment.used_at > _UNMAP_AFTER and key[1] < FIRST_GPU_SEGMENT:
+            for key, (_, used_at) in list(self._segments.items()):
+                if now - used_at > _UNMAP_AFTER and key[1] < FIRST_GPU_SEGMENT:
                     del self._segments[key]
             # Memory of a GPU stays until its owner has closed it: its descriptor, which arrives only once, is gone.
             for key in self._gpus.take_closed() if self._gpus is not None else ():
