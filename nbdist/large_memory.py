@@ -7,7 +7,6 @@ which take longer than the copy of the bytes. With pages of 2 MiB there are 32.
 from __future__ import annotations
 
 import ctypes
-import sys
 from collections.abc import Callable
 
 _WORTH_WHILE = 4 << 20  # bytes, from which on the kernel is asked for large pages
@@ -22,6 +21,8 @@ _WITHOUT_GIL = 64 * 1024  # bytes, from which on a copy lets other threads run
 _new: Callable[[None, int], bytearray] = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_char_p, ctypes.c_ssize_t)(
     ("PyByteArray_FromStringAndSize", ctypes.pythonapi)
 )
+_madvise = ctypes.CDLL(None).madvise
+_madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 
 def unfilled(length: int) -> memoryview:
@@ -50,14 +51,9 @@ def with_large_pages(address: int, length: int) -> None:
 
     Nothing is promised: a system may have no large pages, or none left. The contents stay.
     """
-    if length < _WORTH_WHILE or sys.platform != "linux":
+    if length < _WORTH_WHILE:
         return
     # Only whole pages: `madvise` refuses an address within one, and the rest of the page belongs to others.
     begin = -(-address // _PAGE) * _PAGE
     end = (address + length) // _PAGE * _PAGE
     _madvise(begin, end - begin, _MADV_HUGEPAGE)
-
-
-if sys.platform == "linux":
-    _madvise = ctypes.CDLL(None).madvise
-    _madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]

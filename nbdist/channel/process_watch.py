@@ -141,12 +141,9 @@ class ProcessWatch:
         # Read the start time after opening the pidfd. If it is right, the pidfd belongs to this very process, and not
         # to a later one with the same pid.
         found = _look_up(pid) if started else None
-        if started and found is None:
-            os.close(file)  # the kernel did not answer; the next check asks again
-            return False
         if started and found != started:
             os.close(file)
-            return True
+            return found is not None  # else the kernel did not answer; the next check asks again
         del self._polled[pid]
         self._files[file] = pid
         return False

@@ -23,9 +23,8 @@ better: the kernel prefers a thread that wakes up to one that yields. Pure: no f
 from __future__ import annotations
 
 POLL_SECONDS = 1e-3  # for which a thread polls before it sleeps: a quick function or a small backward pass takes less
-_SHORT_WAIT = (
-    2 * POLL_SECONDS
-)  # after a shorter wait, the next one may begin with a look: without sleep it may be shorter still
+# After a shorter wait, the next one may begin with a look: without sleep it may be shorter still.
+_SHORT_WAIT = 2 * POLL_SECONDS
 _STALLED_LOOK = 2 * POLL_SECONDS  # a look that took longer shared its core with a thread that computes
 _VAIN_LOOKS_TOLERATED = 2  # in a row: the machine may have been busy by chance
 _MOST_SLEEPS_AFTER_VAIN_LOOKS = 8  # the most waits that begin with sleep before the next look
