@@ -15,7 +15,7 @@ import platform
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -50,7 +50,7 @@ def examine(invitation: str | None = None) -> int:
         except metadata.PackageNotFoundError:
             _line(package, "not installed")
     # These decide the exit code: agents do not work without them.
-    needed = [_try("runtime directory", _runtime_directory), _try("unix sockets", _unix_sockets)]
+    needed = [_try("runtime directory", lambda: str(runtime_directory())), _try("unix sockets", _unix_sockets)]
     needed += [_try("secret", _secret), _try("CURVE", _curve)]
     _line("may use", machine.limits() or "all cores and all memory")
     _try("memfd", _memfd)
@@ -155,10 +155,6 @@ def _try(what: str, find: Callable[[], str]) -> bool:
     return True
 
 
-def _runtime_directory() -> str:
-    return str(runtime_directory())
-
-
 def _unix_sockets() -> str:
     path = runtime_directory() / f"doctor-{os.getpid()}"
     with contextlib.ExitStack() as undo:
@@ -245,27 +241,19 @@ def _gpus() -> str:
 
 
 def _agents() -> None:
-    for path, is_alive in sorted(_directories()):
+    """Print a line for each agent of this user."""
+    for path in sorted(runtime_directory().glob("agent-*-*")):
         pid = path.name.split("-")[1]
-        if is_alive:
-            try:
-                command = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace")
-            except OSError:  # it has just ended, or it runs in another container
-                command = ""
-            _line(f"agent of {pid}", command.replace("\0", " ").strip() or "?")
-        else:
-            _line(f"agent of {pid}", "has died; the next agent that starts cleans up after it")
-
-
-def _directories() -> Iterator[tuple[Path, bool]]:
-    """Yield the directory of each agent of this user, and whether the agent is alive."""
-    for path in runtime_directory().glob("agent-*-*"):
         try:
             with (path / "lock").open("rb") as lock:
                 # A living agent holds the lock alone. Shared here: another doctor is no agent.
                 fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            yield path, False
-        except BlockingIOError:
-            yield path, True
+            found = "has died; the next agent that starts cleans up after it"
         except FileNotFoundError:
-            pass  # the agent is removing it right now
+            continue  # the agent is removing it right now
+        except BlockingIOError:
+            command = ""
+            with contextlib.suppress(OSError):  # it has just ended, or it runs in another container
+                command = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace")
+            found = command.replace("\0", " ").strip() or "?"
+        _line(f"agent of {pid}", found)
