@@ -60,11 +60,9 @@ def form_of(value: Any, references: Collection[type]) -> int:
         return PLAIN
     if kind is tuple and len(value) == 3 and type(value[2]) is dict and type(value[1]) is tuple:
         name, items, kwargs = value
-        if type(name) is not str:
+        if type(name) is not str or (kwargs and not all(type(key) is str for key in kwargs)):
             return OTHER
         if kwargs:
-            if not all(type(key) is str for key in kwargs):
-                return OTHER
             items = (*items, *kwargs.values())
         form = CALL
     elif kind is tuple or kind is list:

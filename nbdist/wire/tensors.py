@@ -75,8 +75,6 @@ _DTYPE_CODES = {dtype: code for code, dtype in enumerate(_DTYPES) if dtype is no
 # From this number on: integers of fewer bits than a byte, each stored in a byte, which torch cannot copy.
 _FIRST_NARROW = _DTYPE_NAMES.index("int1")
 
-_NO_COPIES: Mapping[int, torch.Tensor] = {}
-
 _REQUIRES_GRAD = 1
 _PARAMETER = 2
 
@@ -310,7 +308,7 @@ class TensorPacker:
         return metas, [shared[number] for number in range(len(storages))], frames
 
     def _copy_out(
-        self, spans: Sequence[tuple[int, int]], copies: Mapping[int, torch.Tensor] = _NO_COPIES
+        self, spans: Sequence[tuple[int, int]], copies: Mapping[int, torch.Tensor]
     ) -> tuple[list[tuple[int, int, int]], list[Buffer]]:
         """Copy memory into frames or shared memory; return the place of each piece as in `pack`, and the frames.
 
@@ -379,7 +377,7 @@ class TensorPacker:
             spans.append((plain.data_ptr(), plain.nbytes))
         if len(spans) > 1 and len({tensor.untyped_storage()._cdata for tensor in self.tensors}) < len(spans):
             return None
-        return metas, *self._copy_out(spans)
+        return metas, *self._copy_out(spans, {})
 
     @staticmethod
     def _value(tensor: torch.Tensor) -> torch.Tensor:
@@ -450,7 +448,9 @@ def unpack_tensors(
         if frame < 0:
             memory, stays = _leased(leased, -1 - frame, length), True
         elif 0 <= frame < len(frames) and offset >= 0 and 0 <= length <= len(frames[frame]) - offset:
-            memory, stays = frames[frame], _can_stay(frames[frame], length)
+            memory = frames[frame]
+            # Channels pass a frame whose memory nothing else uses on as a writable view (`nbdist.channel.assembly`).
+            stays = isinstance(memory, memoryview) and not memory.readonly and len(memory) == length
         else:
             raise _damaged("a tensor's bytes lie outside of the message")
         # The tensor is made on these bytes if they stay where they are; others are copied into torch's memory.
@@ -572,14 +572,6 @@ def _view(storage: torch.UntypedStorage, dtype: torch.dtype, meta: TensorMeta) -
     ):
         raise _damaged("a tensor's bytes do not match its shape")
     return tensor.set_(storage, meta.offset, meta.shape, strides)
-
-
-def _can_stay(frame: Buffer, length: int) -> bool:
-    """Return whether a storage of ``length`` bytes can stay in its frame, without a copy.
-
-    Channels pass a frame whose memory nothing else uses on as a writable view (`nbdist.channel.assembly`).
-    """
-    return isinstance(frame, memoryview) and not frame.readonly and len(frame) == length
 
 
 def _copy_in(pointer: int, frame: Buffer, offset: int, length: int) -> None:

@@ -56,9 +56,7 @@ def own_name(definition: Any) -> str | None:
     if getattr(definition, "__module__", None) not in MAIN_NAMES:
         return None
     qualname = getattr(definition, "__qualname__", "")
-    if not qualname or "<" in qualname or find_named(qualname) is not definition:
-        return None
-    return str(qualname)
+    return str(qualname) if qualname and "<" not in qualname and find_named(qualname) is definition else None
 
 
 def find_own(qualname: str, expected: str) -> Any:

@@ -38,10 +38,9 @@ def _size(value: Any, depth: int = 2) -> int:
         return value.nbytes if value.layout is torch.strided else 0
     if isinstance(value, torch.nn.Module):
         return sum(parameter.nbytes for parameter in value.parameters())
-    if isinstance(value, list | tuple | set | frozenset) and depth:
-        return sys.getsizeof(value) + sum(_size(item, depth - 1) for item in value)
-    if isinstance(value, dict) and depth:
-        return sys.getsizeof(value) + sum(_size(item, depth - 1) for item in value.values())
+    if isinstance(value, list | tuple | set | frozenset | dict) and depth:
+        items = value.values() if isinstance(value, dict) else value
+        return sys.getsizeof(value) + sum(_size(item, depth - 1) for item in items)
     if isinstance(value, types.ModuleType | types.FunctionType | type):  # they travel by name, or are small
         return 0
     nbytes = getattr(value, "nbytes", None)

@@ -8,14 +8,12 @@ from typing import Any
 
 def is_script_module(value: object) -> bool:
     """Return whether ``value`` is a module of TorchScript."""
-    jit = _jit()
-    return jit is not None and isinstance(value, jit.ScriptModule)
+    return isinstance(value, getattr(_jit(), "ScriptModule", ()))
 
 
 def is_script_function(value: object) -> bool:
     """Return whether ``value`` is a function of TorchScript."""
-    jit = _jit()
-    return jit is not None and isinstance(value, jit.ScriptFunction)
+    return isinstance(value, getattr(_jit(), "ScriptFunction", ()))
 
 
 def is_tracing() -> bool:
