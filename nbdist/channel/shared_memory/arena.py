@@ -177,28 +177,24 @@ class Arena:
 
     def put(self, pointer: int, length: int, receiver: int) -> ArenaSlot | None:
         """Copy ``length`` bytes at the address ``pointer`` into a block; return None as `take` does."""
-        found = self.take(length, receiver)
-        if found is None:
-            return None
-        slot, mapped = found
-        ctypes.memmove(mapped.address + slot.place.offset, pointer, length)
+        slot, mapped = self.take(length, receiver)
+        if slot is not None:
+            ctypes.memmove(mapped.address + slot.place.offset, pointer, length)
         return slot
 
     def put_tensor(self, part: torch.Tensor, receiver: int) -> ArenaSlot | None:
         """Copy a tensor of bytes from a GPU into a block; return None as `take` does."""
-        found = self.take(part.numel(), receiver)
-        if found is None:
-            return None
-        slot, mapped = found
-        memory = (ctypes.c_char * part.numel()).from_address(mapped.address + slot.place.offset)
-        staging.to_host(part, torch.frombuffer(memory, dtype=torch.uint8))
+        slot, mapped = self.take(part.numel(), receiver)
+        if slot is not None:
+            memory = (ctypes.c_char * part.numel()).from_address(mapped.address + slot.place.offset)
+            staging.to_host(part, torch.frombuffer(memory, dtype=torch.uint8))
         return slot
 
-    def take(self, length: int, receiver: int) -> tuple[ArenaSlot, Any] | None:
+    def take(self, length: int, receiver: int) -> tuple[ArenaSlot | None, Any]:
         """Take a block of ``length`` bytes for ``receiver``; return it with the mapping of its segment.
 
-        The mapping stays as long as the caller has it, even if another thread closes the arena. Returns None, and
-        counts that in `falls_back`, if the arena has no room or is closed.
+        The mapping stays as long as the caller has it, even if another thread closes the arena. Returns None
+        for both, and counts that in `falls_back`, if the arena has no room or is closed.
         """
         was_closed = this_thread.is_closed
         try:
@@ -207,7 +203,7 @@ class Arena:
                 block = None if self._is_closed else self._take_block(length)
                 if block is None:
                     self.falls_back += 1
-                    return None
+                    return None, None
                 segment = block.segment
                 file, mapped = self._files[segment.number], self._mappings[segment.number]
                 place = Place(segment.number, file, segment.size, block.offset, length)

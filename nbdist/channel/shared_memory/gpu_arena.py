@@ -43,11 +43,8 @@ class GpuArena(Arena):
 
         Returns when the copy is complete; None if there is no room, or the memory cannot be passed to the receiver.
         """
-        found = self.take(part.numel(), receiver)
-        if found is None:
-            return None
-        slot, mapped = found
-        if not self._introduce(slot.place, receiver):
+        slot, mapped = self.take(part.numel(), receiver)
+        if slot is None or not self._introduce(slot.place, receiver):
             return None  # the slot is collected, which frees its block
         try:
             mapped.part(slot.place.offset, slot.place.length).copy_(part)
