@@ -139,7 +139,7 @@ def bind(sock: zmq.Socket[bytes], host: str, ports: tuple[int, int] | None) -> N
     ) from error
 
 
-class Visit:
+class Visit(contextlib.AbstractContextManager["Visit"]):
     """A connection to an entrance, for several requests, one after another: ``with Visit(address, key) as visit``.
 
     If a request got no answer in time, make a new visit: the late answer might be taken for that to the next request.
@@ -166,9 +166,6 @@ class Visit:
         except BaseException:  # Ctrl-C, too, would leave ZeroMQ's threads and files
             self.close()
             raise
-
-    def __enter__(self) -> Visit:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

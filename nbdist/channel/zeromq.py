@@ -28,7 +28,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import zmq
-import zmq.auth
 from zmq.auth.thread import ThreadAuthenticator
 
 from nbdist.channel import machine
@@ -195,11 +194,10 @@ class ZeroMqChannel(Channel):
             address, _, large = each.partition("#")
             if bool(large) is not is_large:
                 continue
-            if address.startswith("tcp://"):
-                return self._link(address, curve=True, is_large=is_large)
+            is_tcp = address.startswith("tcp://")
             # To a missing ipc file, ZeroMQ would try to connect for ever.
-            if address.startswith("ipc://") and self._local and Path(address[6:]).exists():
-                return self._link(address, curve=False, is_large=is_large)
+            if is_tcp or (address.startswith("ipc://") and self._local and Path(address[6:]).exists()):
+                return self._link(address, curve=is_tcp, is_large=is_large)
         raise ChannelError(
             f"none of a worker's addresses {list(addresses)} can be reached from this process: the worker has ended, "
             "or is on another machine without an address there. Give each worker one: NBDIST_HOST, or "
