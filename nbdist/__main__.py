@@ -54,11 +54,9 @@ def _split(arguments: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
     """Split the arguments into nbdist's own and those of the program of ``run``, which nbdist does not read."""
     if arguments[:1] != ["run"]:
         return arguments, []
-    end = 1
     # The first word that is not an option is the program. argparse would take the program's options, such as -h, for
     # nbdist's own.
-    while end < len(arguments) and arguments[end].startswith("-"):
-        end += 1
+    end = next((at for at, word in enumerate(arguments[1:], 1) if not word.startswith("-")), len(arguments))
     return arguments[: end + 1], arguments[end + 1 :]
 
 

@@ -56,10 +56,10 @@ def examine(invitation: str | None = None) -> int:
     _try("memfd", _memfd)
     _try("pidfd", _pidfd)
     _try("shared memory", _shared_memory)
-    _try("open files", _open_files)
+    _try("open files", lambda: _with_own_findings(f"at most {counted(_facts().files_limit, 'file')}", "open files"))
     _try("ports", _ports)
     _try("GPUs", _gpus)
-    _try("NCCL", _nccl)
+    _try("NCCL", lambda: _with_own_findings(_facts().nccl or "none", "NCCL"))
     with contextlib.suppress(NbdistError, OSError):  # the line of the runtime directory has said why
         _agents()
     if invitation is not None:
@@ -69,6 +69,7 @@ def examine(invitation: str | None = None) -> int:
 
 def _notebook(path: str) -> str:
     """Print what a worker of this host would find at the notebook of an invitation; return the notebook's versions."""
+    from nbdist.cluster.examination.findings import of_clock
     from nbdist.cluster.hosts.admission import describe_myself
     from nbdist.cluster.hosts.interfaces import interface_of
     from nbdist.cluster.hosts.invitations import read_invitation
@@ -84,7 +85,9 @@ def _notebook(path: str) -> str:
             raise VersionMismatch(facts.misfit)
         trips: list[RoundTrips] = []
         if _try("latency", lambda: _latency(way, trips)):
-            _line("notebook's clock", _clock(trips[0].ahead))
+            ahead = trips[0].ahead
+            told = f"{duration(abs(ahead))} {'ahead of' if ahead > 0 else 'behind'} this host's"
+            _line("notebook's clock", _with_findings(told, of_clock(-ahead)))
             if _try("bandwidth", lambda: _bandwidth(way, trips[0].fastest)):  # else its answer may still come
                 _try("other ports", lambda: _ports_there(way, facts))
     found = f"nbdist {facts.nbdist}, Python {facts.python}, torch {facts.torch} on {facts.host}: a worker may join"
@@ -97,15 +100,6 @@ def _notebook(path: str) -> str:
 def _latency(way: TrialWay, trips: list[RoundTrips]) -> str:
     trips.append(way.round_trips())
     return f"{duration(trips[0].latency)}, there and back"
-
-
-def _clock(ahead: float) -> str:
-    """Return in words how far the notebook's clock is ``ahead`` of this host's, in seconds."""
-    from nbdist.cluster.examination.findings import of_clock
-
-    return _with_findings(
-        f"{duration(abs(ahead))} {'ahead of' if ahead > 0 else 'behind'} this host's", of_clock(-ahead)
-    )
 
 
 def _bandwidth(way: TrialWay, fastest: float) -> str:
@@ -207,18 +201,10 @@ def _shared_memory() -> str:
     return _with_own_findings(f"{room}; {files}", "shared memory")
 
 
-def _open_files() -> str:
-    return _with_own_findings(f"at most {counted(_facts().files_limit, 'file')}", "open files")
-
-
 def _ports() -> str:
     found = _facts().ports
     told = "any free ones" if found is None else f"free ones from {found[0]} to {found[1]}"
     return _with_own_findings(f"{told}; hosts of one cluster must reach each other at all of them", "ports")
-
-
-def _nccl() -> str:
-    return _with_own_findings(_facts().nccl or "none", "NCCL")
 
 
 def _gpus() -> str:

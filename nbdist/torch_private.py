@@ -315,9 +315,7 @@ _no_world = SimpleNamespace(pg_names={}, group_count=0)
 
 def process_groups() -> dict[str, list[int]]:
     """Return the global ranks of each process group that this process is in, by the group's name."""
-    groups = _find("torch.distributed.distributed_c10d._world", _no_world).pg_names
-    # A copy: another thread may make a group meanwhile.
-    return {name: torch.distributed.get_process_group_ranks(group) for group, name in list(groups.items())}
+    return {name: torch.distributed.get_process_group_ranks(group) for name, group in groups_by_name().items()}
 
 
 def flight_record(*, entries: bool = True, frames: bool = False) -> dict[str, Any]:
@@ -348,6 +346,7 @@ def worker_server(path: str) -> Any:
 def groups_by_name() -> dict[str, Any]:
     """Return each process group that this process is in, by the group's name."""
     groups = _find("torch.distributed.distributed_c10d._world", _no_world).pg_names
+    # A copy: another thread may make a group meanwhile.
     return {name: group for group, name in list(groups.items())}
 
 
