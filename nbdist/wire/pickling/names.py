@@ -18,8 +18,8 @@ MAIN_NAMES = ("__main__", "__mp_main__")  # the modules whose definitions may di
 
 # The types of functions that are written in Python, and the type of classes.
 _PYTHON = (types.FunctionType, types.MethodType, type)
-# The namespaces in which torch's functions are looked for, each with the module's name.
-_TORCH_HOMES = (("torch", torch), ("torch.nn.functional", torch.nn.functional), ("torch", torch.Tensor))
+# The namespaces in which torch's functions are looked for, each with the beginning of its functions' names.
+_TORCH_HOMES = (("torch:", torch), ("torch.nn.functional:", torch.nn.functional), ("torch:Tensor.", torch.Tensor))
 
 
 class Named(NamedTuple):
@@ -76,8 +76,7 @@ def name_of(function: Any) -> str | None:
     short = qualname.rpartition(".")[2]
     for home, namespace in _TORCH_HOMES:
         if getattr(namespace, short, None) is function:
-            inner = f"Tensor.{short}" if namespace is torch.Tensor else short
-            return f"{home}:{inner}"
+            return home + short
     if isinstance(function, types.MethodType) and isinstance(module, str):
         # A class method: each lookup makes a new object, so compare with ==.
         found = _walk(sys.modules.get(module), qualname)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import pickle
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -71,12 +71,10 @@ class Unpickler(pickle.Unpickler):
         if module == stand_ins.__name__:
             if name == "tensor":
                 return self._tensors.__getitem__
-            bound: dict[str, Callable[..., Any]] = {
-                "recorded": self._recorded.__getitem__,
-                "reference": self._references.__getitem__,
-            }
-            if name in bound:
-                return bound[name]
+            if name == "recorded":
+                return self._recorded.__getitem__
+            if name == "reference":
+                return self._references.__getitem__
         # cloudpickle's functions would put the sender's globals, and attributes of classes, over those of this process.
         elif module == cloudpickle.__name__:
             if name == "_make_function":
