@@ -107,19 +107,16 @@ def when_over(spans: Sequence[GpuSpan], then: Callable[[], object]) -> None:
     If the system has no room for another thread, ``then()`` is called now. An error that it raises is logged.
     """
     global _thread
-    with _starting:
-        # In a forked process, the parent's thread is not alive.
-        if _thread is None or not _thread.is_alive():
-            _thread = threading.Thread(target=_run, name="nbdist-gpu-spans", daemon=True)
-            try:
+    try:
+        with _starting:
+            # In a forked process, the parent's thread is not alive; nor is one that could not start.
+            if _thread is None or not _thread.is_alive():
+                _thread = threading.Thread(target=_run, name="nbdist-gpu-spans", daemon=True)
                 _thread.start()
-            except RuntimeError:
-                _thread = None
-        has_thread = _thread is not None
-    if has_thread:
-        _waiting.put((spans, then))
-    else:
+    except RuntimeError:
         then()
+    else:
+        _waiting.put((spans, then))
 
 
 def _run() -> None:

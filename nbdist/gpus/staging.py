@@ -21,6 +21,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
+import traceback
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -227,11 +228,8 @@ def _copied(
 
 def _comes_from_torch(error: Exception) -> bool:
     """Return whether torch raised an error, rather than another thread or a signal's handler during a copy."""
-    at = error.__traceback__
-    while at is not None and at.tb_next is not None:
-        at = at.tb_next
-    raised_in = str(at.tb_frame.f_globals.get("__name__")) if at is not None else ""
-    return raised_in.startswith(("torch.", "nbdist.gpus."))
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return bool(frames) and str(frames[-1].f_globals.get("__name__")).startswith(("torch.", "nbdist.gpus."))
 
 
 def _carry_out(
