@@ -121,8 +121,7 @@ class InProcessLink:
 
     def send(self, frames: Sequence[Buffer], kind: str) -> None:
         """Put a copy of the message into the other channel's queue; if that channel is closed, the message is lost."""
-        target = self._network.find(self._address)
-        if target is not None:
+        if (target := self._network.find(self._address)) is not None:
             # Copies, as on a wire: the sender may change the memory of a view, and the receiver must not see that.
             target.deliver([bytes(frame) for frame in frames])
 

@@ -68,8 +68,7 @@ class LargeInbox:
         if data.more:
             self._inbox.recv_multipart()
             return
-        frames = self._assembly.add(head, data.buffer)
-        if frames is not None:
+        if (frames := self._assembly.add(head, data.buffer)) is not None:
             # Before the announcement: another thread takes the message as soon as it reads that.
             self._whole.append(frames)  # type: ignore[arg-type]  # large frames are views; see `Channel.receive`
             self._to_inbox.send(self.ANNOUNCEMENT, zmq.NOBLOCK)

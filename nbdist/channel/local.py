@@ -298,8 +298,7 @@ class LocalChannel:
                 if incoming.is_empty:
                     self._ready.discard(number)
         if self._more_beside:
-            frames = self._beside.take()
-            if frames is not None:
+            if (frames := self._beside.take()) is not None:
                 self._arrived.append(frames)
             else:
                 self._more_beside = False

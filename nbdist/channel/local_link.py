@@ -75,8 +75,7 @@ class Outbox:
         while not self._closed:
             for number, _ in self._epoll.poll():
                 # Without the lock: `flush` holds its link's lock when it takes this one, in `forget`.
-                link = self._waiting.get(number)
-                if link is not None:
+                if (link := self._waiting.get(number)) is not None:
                     link.flush()
 
     def close(self, linger: float) -> None:

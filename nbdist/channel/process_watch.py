@@ -53,10 +53,8 @@ def is_alive(pid: int, started: int) -> bool:
     ``started`` is the result of `started_at`. If it is 0, the start time is not known, and any process with this pid
     counts, even a zombie.
     """
-    if started:
-        found = _look_up(pid)
-        if found is not None:
-            return found == started
+    if started and (found := _look_up(pid)) is not None:
+        return found == started
     try:
         os.kill(pid, 0)  # needs no file, but takes a zombie or another process with a reused pid for this process
     except ProcessLookupError:
@@ -140,8 +138,7 @@ class ProcessWatch:
             return not is_alive(pid, started)
         # Read the start time after opening the pidfd. If it is right, the pidfd belongs to this very process, and not
         # to a later one with the same pid.
-        found = _look_up(pid) if started else None
-        if started and found != started:
+        if started and (found := _look_up(pid)) != started:
             os.close(file)
             return found is not None  # else the kernel did not answer; the next check asks again
         del self._polled[pid]

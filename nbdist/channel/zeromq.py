@@ -272,8 +272,7 @@ class ZeroMqChannel(Channel):
         """
         try:
             while self._has_message():
-                frames = self._take()
-                if frames is not None:
+                if (frames := self._take()) is not None:
                     return frames
         except zmq.ZMQError:
             pass  # the channel is closed

@@ -143,8 +143,7 @@ class _TensorPickler(pickle.Pickler):
             return None
         if not self._record or not obj.requires_grad:
             return self._packer.add(obj)
-        index = self._recorded_at.get(id(obj))
-        if index is None:
+        if (index := self._recorded_at.get(id(obj))) is None:
             index = self._recorded_at[id(obj)] = len(self.recorded)
             self.recorded.append(obj)
             self.places.append(self._packer.add(obj.detach()))

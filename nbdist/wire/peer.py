@@ -323,8 +323,7 @@ class Peer:
 
     def failed(self, seq: int, now: float) -> None:
         """Record that the channel refused message ``seq``: `tick` will try it again later, if it must arrive."""
-        kept = self._kept.get(seq)
-        if kept is not None:
+        if (kept := self._kept.get(seq)) is not None:
             self._to_retry.add(seq)
             kept.retry_at = now + min(_RETRY_FIRST * 2 ** (kept.tries - 1), _RETRY_MOST)
 

@@ -121,8 +121,7 @@ def encode(
         kind = type(item)
         if kind in ATOMS:
             continue
-        found = seen.get(id(item))
-        if found is None:
+        if (found := seen.get(id(item))) is None:
             if kind in reference_types:
                 if forker is None:
                     raise EncodeError("cannot be sent: an RRef can only be sent in a call or its result")

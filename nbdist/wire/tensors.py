@@ -251,8 +251,7 @@ class TensorPacker:
     def add(self, tensor: torch.Tensor) -> int:
         """Add ``tensor`` to the message, unless it is there already; return its index. `pack` copies the bytes."""
         # By ``id``: `tensors` keeps them all alive.
-        index = self._indices.get(id(tensor))
-        if index is None:
+        if (index := self._indices.get(id(tensor))) is None:
             index = self._indices[id(tensor)] = len(self.tensors)
             self.tensors.append(tensor)
         return index
@@ -369,8 +368,7 @@ class TensorPacker:
         spans: list[tuple[int, int]] = []
         kept: list[torch.Tensor] = []
         for tensor in self.tensors:
-            plain = _contiguous_or_none(tensor)
-            if plain is None:
+            if (plain := _contiguous_or_none(tensor)) is None:
                 return None
             kept.append(plain)  # `spans` has only addresses
             metas.append(TensorMeta(len(metas), _DTYPE_CODES[plain.dtype], list(plain.shape), None, 0, _flags(tensor)))
@@ -463,8 +461,7 @@ def unpack_tensors(
                 tensor = torch.empty(meta.shape, dtype=dtype, device="cpu")
                 _copy_in(tensor.data_ptr(), memory, offset, length)
         else:
-            storage = shared.get(meta.buffer)
-            if storage is None:
+            if (storage := shared.get(meta.buffer)) is None:
                 if not isinstance(memory, bytes | memoryview):
                     storage = memory.tensor().untyped_storage()
                 elif stays:

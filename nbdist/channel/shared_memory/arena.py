@@ -283,8 +283,7 @@ class Arena:
 
     def _close(self, segment: int) -> None:
         self._mappings.pop(segment, None)
-        file = self._files.pop(segment, None)
-        if file is not None:
+        if (file := self._files.pop(segment, None)) is not None:
             os.close(file)
 
     # -- the end ------------------------------------------------------------------------------

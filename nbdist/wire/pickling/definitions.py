@@ -43,8 +43,7 @@ def find_named(qualname: str) -> Any:
     for name in MAIN_NAMES:  # in a process that `multiprocessing` has spawned, ``__mp_main__`` is the program's module
         found: Any = sys.modules.get(name)
         for part in qualname.split("."):
-            found = getattr(found, part, None)
-            if found is None:
+            if (found := getattr(found, part, None)) is None:
                 break
         else:
             return found
@@ -70,8 +69,7 @@ def get_own(qualname: str, expected: str) -> Any:
 
     The pickle of a function or class that is sent by name refers to this function.
     """
-    found = find_own(qualname, expected)
-    if found is None:
+    if (found := find_own(qualname, expected)) is None:
         raise MissingDefinition(
             f"__main__ on this worker has no {qualname!r} with the same code as on the sender; "
             "call again to send it along"
@@ -91,8 +89,7 @@ def choose(qualname: str, expected: str, value: Any) -> Any:
     The pickle of a function or class that is sent by value refers to this function. So if both processes have the same
     class, an instance that travels has the receiver's own class.
     """
-    own = find_own(qualname, expected)
-    if own is not None:
+    if (own := find_own(qualname, expected)) is not None:
         return own
     if isinstance(value, _FUNCTIONS):
         _origins[value] = qualname, expected, dict(vars(value))

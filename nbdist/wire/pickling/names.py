@@ -88,8 +88,7 @@ def name_of(function: Any) -> str | None:
 def _walk(module: Any, qualname: str) -> Any:
     found = module
     for part in qualname.split("."):
-        found = getattr(found, part, None)
-        if found is None:
+        if (found := getattr(found, part, None)) is None:
             return None
     return found
 

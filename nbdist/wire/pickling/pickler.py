@@ -168,8 +168,7 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no 
 
     def _add_recorded(self, tensor: torch.Tensor) -> int:
         """Return the index of a tensor in `recorded`; add it if it is new."""
-        index = self._recorded_at.get(id(tensor))
-        if index is None:
+        if (index := self._recorded_at.get(id(tensor))) is None:
             index = self._recorded_at[id(tensor)] = len(self.recorded)
             self.recorded.append(tensor)
         return index
@@ -179,8 +178,7 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no 
         # Only calls and results can carry references.
         if self._forker is None:
             raise EncodeError("cannot be sent: an RRef can only be sent in a call or its result")
-        index = self.references.get(id(reference))
-        if index is None:
+        if (index := self.references.get(id(reference))) is None:
             self.kept.append(reference)
             index = self.references[id(reference)] = len(self.forks)
             self.forks.append(self._forker.fork(reference))
@@ -198,10 +196,8 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no 
             return super().reducer_override(obj)
         if id(obj) in self._inner:
             return self._value(obj) if definitions.is_cached(obj) else super().reducer_override(obj)
-        qualname = definitions.own_name(obj)
-        if qualname is None:
-            origin = definitions.origin(obj)
-            if origin is None:
+        if (qualname := definitions.own_name(obj)) is None:
+            if (origin := definitions.origin(obj)) is None:
                 return self._value(obj)
             # It came from another process: with its name and digest there, it is the original again where it came from.
             return definitions.choose, (*origin, self._wrappers.setdefault(id(obj), _ByValue(obj)))

@@ -96,7 +96,6 @@ class Unpickler(pickle.Unpickler):
     def _make_function(self, code: Any, namespace: dict[str, Any], *rest: Any) -> Any:
         """Return a function that came by value, for which cloudpickle's function of that name takes these arguments."""
         # Functions that share their globals have one namespace here, too, so its replacement must be one object.
-        known = self._globals.get(id(namespace))
-        if known is None:
+        if (known := self._globals.get(id(namespace))) is None:
             known = self._globals[id(namespace)] = (namespace, _Globals(namespace))
         return cloudpickle._make_function(code, known[1], *rest)
