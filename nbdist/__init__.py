@@ -53,8 +53,28 @@ import importlib
 import sys
 from typing import TYPE_CHECKING, Any
 
-# ruff: noqa: F403, F405 - all classes there, which `__all__` lists; mypy knows them, unlike ruff
-from nbdist.errors import *
+from nbdist.errors import (
+    DecodeError,
+    EncodeError,
+    ForwardNaN,
+    GroupError,
+    Interrupted,
+    MissingDefinition,
+    NbdistError,
+    NotInitialized,
+    NotUnique,
+    ProtocolError,
+    RemoteError,
+    RendezvousError,
+    ResourceError,
+    RpcTimeout,
+    RRefError,
+    SecurityError,
+    UnknownWorker,
+    UsageError,
+    VersionMismatch,
+    WorkerLost,
+)
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
