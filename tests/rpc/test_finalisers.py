@@ -6,7 +6,6 @@ import gc
 import random
 import signal
 import socket
-import sys
 import threading
 
 import pytest
@@ -183,16 +182,16 @@ def test_a_signals_handler_may_call_at_any_moment(channel, alarm):
 def test_a_lock_may_be_guarded_while_a_thread_asks_if_it_may_wait():
     locks = []
 
-    def guard_another(*_):
-        locks.append(threading.RLock())
-        finalisers.guard(locks[-1])
+    class Guarding:
+        def _is_owned(self):
+            locks.append(threading.RLock())
+            finalisers.guard(locks[-1])  # as another thread could, in the middle of the look at all locks
+            return False
 
-    sys.setprofile(guard_another)  # at each call and return, as another thread could
-    try:
-        may_wait = finalisers.may_wait()
-    finally:
-        sys.setprofile(None)
-    assert may_wait
+    asked = [Guarding() for _ in range(10)]
+    for each in asked:
+        finalisers.guard(each)
+    assert finalisers.may_wait()
     with locks[0]:
         assert not finalisers.may_wait()
     assert finalisers.may_wait()

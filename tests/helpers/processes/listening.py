@@ -47,7 +47,8 @@ def listening(pids: Iterable[int]) -> set[str]:
 def reachable(addresses: Iterable[str]) -> set[str]:
     """Return the addresses that other machines reach, and the unix sockets that other users of this machine reach.
 
-    A unix socket is safe if a folder on its path is closed to others. An abstract one has no folder, so it is not safe.
+    A unix socket is safe if its path is gone, or has a folder that is closed to others. An abstract one has no folder,
+    so it is not safe.
     """
     return {address for address in addresses if not _is_closed(address)}
 
@@ -59,7 +60,9 @@ def ports(addresses: Iterable[str]) -> list[int]:
 
 def _is_closed(address: str) -> bool:
     if address.startswith("/"):
-        return any(os.stat(folder).st_mode & 0o077 == 0 for folder in Path(address).parents)
+        return not os.path.exists(address) or any(
+            os.stat(folder).st_mode & 0o077 == 0 for folder in Path(address).parents
+        )
     if address[0] in "@u":
         return False
     return ipaddress.ip_address(address.rpartition(":")[0].strip("[]")).is_loopback
