@@ -6,16 +6,20 @@ import inspect
 
 import msgspec
 
+from nbdist.autograd.graph import messages as pass_messages
 from nbdist.wire import messages
 
-PINNED = (16, "73499e36e42cd48a")
+PINNED = (17, "bc92e56093a1650f")
 """`VERSION`, and the digest of the fields that belong to it."""
 
 
 def fields():
-    """Each message's number and fields, with their types and how many have a default; each enumeration's members."""
-    for name, found in sorted(vars(messages).items()):
-        if not isinstance(found, type) or found.__module__ != messages.__name__:
+    """Each message's number and fields, with their types and how many have a default; each enumeration's members.
+
+    Of calls, and of contexts and passes.
+    """
+    for name, found in [*sorted(vars(messages).items()), *sorted(vars(pass_messages).items())]:
+        if not isinstance(found, type) or found.__module__ not in (messages.__name__, pass_messages.__name__):
             continue
         if issubclass(found, msgspec.Struct):
             kinds: dict[str, str] = {}
