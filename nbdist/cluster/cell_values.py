@@ -91,12 +91,10 @@ class CellValues:
         """Return copies of the values that variables have on workers."""
         if isinstance(names, str):
             return self.evaluate(names, targets)
-        values = self.evaluate(", ".join(names), targets)
-        shaped = [
-            dict(zip(names, value if len(names) > 1 else (value,)[: len(names)], strict=True))
-            for value in (values if isinstance(values, list) else [values])
-        ]
-        return shaped if isinstance(values, list) else shaped[0]
+        found = self.evaluate(", ".join(names) + "," if names else "()", targets)  # a tuple, also of one value or none
+        if means_one(targets):
+            return dict(zip(names, found, strict=True))
+        return [dict(zip(names, values, strict=True)) for values in found]
 
 
 def check_pushed(names: Iterable[str]) -> None:

@@ -89,7 +89,7 @@ def _user_traceback(error: BaseException) -> str:
         seen.add(id(part))
         # Frames of installed packages stay: they tell how the function failed.
         part.stack[:] = [frame for frame in part.stack if not _is_between(frame.filename)]
-        queue += [part.__cause__, part.__context__]
+        queue += [part.__cause__, part.__context__, *(part.exceptions or ())]  # the last are a group's
         part.__notes__ = None  # they belong to the error itself
     return "".join(described.format())
 

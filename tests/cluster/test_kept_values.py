@@ -41,6 +41,14 @@ def test_a_value_whose_cell_is_interrupted_is_kept_on_none(cluster):
     wait_until(lambda: kept(cluster), equals=[0, 0])
 
 
+def test_a_value_that_is_a_list_is_one_value(cluster):
+    cluster.push({"pair": [1, 2], "single": 3})
+    assert cluster.pull(["pair"], 0) == {"pair": [1, 2]}
+    assert cluster.pull(["pair", "single"], "worker1") == {"pair": [1, 2], "single": 3}
+    assert cluster.pull(["pair"], [0]) == [{"pair": [1, 2]}]
+    assert cluster.pull(["pair"]) == [{"pair": [1, 2]}] * 2
+
+
 def test_no_names_give_an_empty_dict(cluster):
     assert cluster.pull([]) == [{}, {}]
     assert cluster.pull([], 0) == {}

@@ -20,8 +20,9 @@ from helpers.processes import workers
 from helpers.waiting import wait_until
 
 import nbdist
-from nbdist import rpc, torch_private
+from nbdist import durations, rpc, torch_private
 from nbdist.rpc.api import current_agent
+from nbdist.rpc.failures import describe
 from nbdist.rpc.futures import Future
 from nbdist.testing import World
 
@@ -336,6 +337,23 @@ def test_a_traceback_does_not_grow_with_waits() -> None:
         return len(frames)
 
     assert len({depth() for _ in range(10)}) == 1
+
+
+def test_the_members_of_a_group_are_told_without_frames_of_nbdist() -> None:
+    def wait_for_nothing() -> None:
+        durations.positive(-1)
+
+    def raise_group() -> None:
+        try:
+            wait_for_nothing()
+        except nbdist.UsageError as error:
+            raise ExceptionGroup("several", [error]) from None
+
+    with pytest.raises(ExceptionGroup) as caught:
+        raise_group()
+    said = describe(caught.value, "worker1", "f")[2]
+    assert "in wait_for_nothing" in said
+    assert "in positive" not in said
 
 
 def test_torchs_part_of_a_future_that_is_gone_has_the_errors_text() -> None:
