@@ -4,6 +4,7 @@ import resource
 import threading
 import time
 from functools import partial
+from pathlib import Path
 
 import psutil
 import pytest
@@ -24,11 +25,14 @@ def seconds_of_cpu(during) -> float:
     return end.ru_utime - begin.ru_utime + end.ru_stime - begin.ru_stime
 
 
-def rests(process: psutil.Process) -> bool:
-    """Whether a process has had nothing to do for a second."""
-    used = process.cpu_times()
-    time.sleep(1)
-    return sum(process.cpu_times()[:2]) - sum(used[:2]) < 0.05
+def rest(*pids: int) -> bool:
+    """Whether no thread of these processes runs, or waits for a processor, for a second."""
+    for _ in range(20):
+        for task in [each for pid in pids for each in Path(f"/proc/{pid}/task").glob("*/stat")]:
+            if task.read_text().rpartition(")")[2].split()[0] == "R":
+                return False
+        time.sleep(0.05)
+    return True
 
 
 @pytest.fixture
@@ -107,7 +111,8 @@ def test_a_worker_that_floods_a_notebook_that_stands_still_is_bounded(keepers, t
         printed = tmp_path / "printed"
         cell = cluster.execute(f"PRINTED = {str(printed)!r}\n{FLOOD}", block=False)
         wait_until(printed.exists, within=60)
-        wait_until(partial(rests, keeper), within=60)  # nothing tells when the relay has read all of it
+        # Nothing tells when the relay has read all of it.
+        wait_until(partial(rest, keeper.pid, cluster.workers[0].pid), within=60)
         assert keeper.memory_info().rss - before < 120 * MB
         takes.set()
         cell.wait()

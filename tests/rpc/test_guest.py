@@ -177,6 +177,7 @@ def test_the_end_of_the_agent_ends_the_wait(pair):
 INTERRUPTED = """
 import os, random, signal, sys, threading, time
 from helpers.processes import workers
+from helpers.waiting import wait_until
 from nbdist import rpc
 from nbdist.testing import World
 
@@ -216,8 +217,8 @@ with World(2, channel="local") as world, world[0].activate():
     assert signal.getsignal(which) is handler
     for value in range(200):
         assert rpc.rpc_sync("worker1", workers.identity, args=(value,), timeout=10) == value
-    workers.eventually(lambda: not world[0].statistics()["pending_calls"])
-    workers.eventually(lambda: not world[0].statistics()["unacknowledged"])
+    wait_until(lambda: not world[0].statistics()["pending_calls"])
+    wait_until(lambda: not world[0].statistics()["unacknowledged"])
     print(calls, interrupts, flush=True)
 os._exit(0)
 """

@@ -14,8 +14,8 @@ import torch
 
 from helpers.processes import workers
 from nbdist import rpc
-from nbdist.autograd import recorder
 from nbdist.autograd.graph import messages as passes
+from nbdist.autograd.graph import transport
 from nbdist.ids import GlobalId
 from nbdist.rpc import api
 from nbdist.rpc.agent import Agent
@@ -251,7 +251,7 @@ def _gradients(agent: Agent, victim: int, chance: random.Random) -> tuple[Messag
     data = passes.encode(message)
     if chance.random() < 0.5:
         data = scramble(data, chance)
-    return Cast(recorder._TOPICS[type(message)], data, encoded.payload), [bytes(frame) for frame in encoded.frames]
+    return Cast(transport._TOPICS[type(message)], data, encoded.payload), [bytes(frame) for frame in encoded.frames]
 
 
 KINDS = (_call, _call, _shared, _reply, _reference, _control, _gradients)
