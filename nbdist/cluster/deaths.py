@@ -49,8 +49,7 @@ class Deaths:
 
     def _explain(self, record: Record) -> str:
         """Return in words how the worker with this record died; "" for other members, and while the worker lives."""
-        worker = self._team.with_record(record)
-        if worker is None:
+        if (worker := self._team.with_record(record)) is None:
             return ""
         worker.exited.wait(_LAST_WORDS_WITHIN)
         if worker.lost is None:  # else SIGKILL has ended it, which leaves no last words to wait for

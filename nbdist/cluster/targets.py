@@ -97,8 +97,7 @@ def _slice(part: str, match: re.Match[str], names: Sequence[str]) -> Sequence[in
         # Python would cut the bound: a cell must not run on fewer workers than its author meant.
         if bound is not None and not -len(names) <= bound <= len(names):
             raise UnknownWorker(f"{part!r} goes beyond the last worker; {_which_workers(names)}")
-    ranks = range(len(names))[start:stop:step]
-    if not ranks:
+    if not (ranks := range(len(names))[start:stop:step]):
         raise UsageError(f"the slice {part!r} names no worker; {_which_workers(names)}")
     return ranks
 

@@ -141,8 +141,7 @@ def gather_from_subtree(sequence_id: str, worker_name: str, objects: dict[str, A
 def _add(sequence_id: str, worker_name: str, objects: dict[str, Any], needed: set[str] | None) -> None:
     """Add objects to a round; end this member's wait for objects when it has those of all ``needed`` members."""
     with _lock:
-        gathering = _find_round(sequence_id)
-        if gathering is None:
+        if (gathering := _find_round(sequence_id)) is None:
             return  # this member has given up
         if gathering.parts.keys() & objects.keys():
             raise RuntimeError(

@@ -83,8 +83,7 @@ _VALUE_USAGE = "write: %remote [-t SECONDS] TARGET expression, for instance: %re
 
 def parse_value(line: str) -> tuple[str, str, float | None]:
     """Parse the line of ``%remote``; return the target, the expression and the time limit."""
-    match = _VALUE.fullmatch(line)
-    if match is None:
+    if (match := _VALUE.fullmatch(line)) is None:
         raise UsageError(
             f"%remote needs a target and an expression; {_VALUE_USAGE}; a cell for workers begins with %%remote"
         )

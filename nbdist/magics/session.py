@@ -68,8 +68,7 @@ class NotebookSession:
     @classmethod
     def of(cls, shell: Any) -> NotebookSession:
         """Return the session of a shell; make it at the first call."""
-        found = getattr(shell, "_nbdist", None)
-        if found is None:
+        if (found := getattr(shell, "_nbdist", None)) is None:
             found = shell._nbdist = cls(shell)
         return found
 

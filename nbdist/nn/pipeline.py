@@ -205,8 +205,7 @@ class Pipeline:
             Exception: a stage or ``loss_fn`` raised it; its notes name the stage and the worker, and if the stage
                 raised it, the micro-batch.
         """
-        context = recorder().contexts.current
-        if context is None:
+        if (context := recorder().contexts.current) is None:
             raise UsageError(
                 "train_step needs a distributed autograd context for its gradients: call it inside of "
                 "`with dist_autograd.context() as context_id:`, and optimizer.step(context_id) there"

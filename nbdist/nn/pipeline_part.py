@@ -164,8 +164,7 @@ class PipelinePart:
 
     def commit(self, order: Order, inbox: Inbox, gradients: GradientStore) -> None:
         """Add the gradients of a finished share to the current context; raise the error of a step that has failed."""
-        context = recorder().contexts.current
-        if context is None:
+        if (context := recorder().contexts.current) is None:
             raise UsageError(
                 "the distributed autograd context ended during train_step, so the gradients have no place: leave the "
                 "context's with block only after train_step has returned"
@@ -474,8 +473,7 @@ def _map(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
 
 
 def _tell_loss(part: weakref.ref[PipelinePart], record: Record, why: str) -> None:
-    found = part()
-    if found is not None:
+    if (found := part()) is not None:
         found.on_lost(record, why)
 
 

@@ -53,8 +53,7 @@ class RecordedCache:
         self.tell: Callable[[str, tuple[Any, ...]], None] = lambda name, args: None
         self._cache = weakref.ref(cache)  # the cache itself holds this object, as `cache.nbdist`
         for name in OPERATIONS:
-            own = getattr(type(cache), name, None)
-            if own is not None:
+            if (own := getattr(type(cache), name, None)) is not None:
                 setattr(cache, name, self._recording(name, own))
 
     def _recording(self, name: str, own: Callable[..., Any]) -> Any:

@@ -158,8 +158,7 @@ def _live(rref: RRef[Any]) -> None:
 
 def _live_many(value: list[Any] | tuple[Any, ...] | dict[Any, Any]) -> None:
     if type(value) not in (list, tuple, dict):  # a subclass of the user's, which may show itself in its own way
-        own = getattr(type(value), "_ipython_display_", None)
-        if own is None:
+        if (own := getattr(type(value), "_ipython_display_", None)) is None:
             raise NotImplementedError
         own(value)
         return

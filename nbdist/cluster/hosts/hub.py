@@ -226,8 +226,7 @@ class Hub:
         record = self.agent.member(incarnation)
         with self.lock:
             self._forget_the_late()
-            coming = self._coming.pop(id, None)
-            if coming is None:
+            if (coming := self._coming.pop(id, None)) is None:
                 raise SecurityError("this keeper came too late after it had been let in: start it again")
             if record is None:  # the keeper is lost already
                 self.invitations.give_back(coming.token, coming.workers)

@@ -134,8 +134,7 @@ class Census:
 
     def kind_of(self, cls: type) -> _Kind:
         """Return the `_Kind` of a class, which is found out once for each class."""
-        kind = self._kinds.get(id(cls))
-        if kind is None:
+        if (kind := self._kinds.get(id(cls))) is None:
             kind = self._kinds[id(cls)] = _Kind.of(cls)
         return kind
 

@@ -48,8 +48,7 @@ def make_report() -> StatusReport:
     A worker without an agent, which is still starting, reports no calls.
     """
     process = StatusReport(0, memory=own_bytes(), cpu_seconds=time.process_time())
-    agent = active_agent()
-    if agent is None:
+    if (agent := active_agent()) is None:
         return process
     return process._replace(
         calls=agent.exchange.active - 1,

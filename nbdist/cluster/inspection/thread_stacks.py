@@ -81,8 +81,7 @@ def own_stacks() -> list[ThreadStack]:
     main = threading.main_thread().ident
     found = []
     for ident in sorted(threads, key=lambda each: each != main):
-        place = say_place(threads[ident])
-        if place is None:
+        if (place := say_place(threads[ident])) is None:
             continue
         calls = (each.f_locals["self"] for each in outwards(threads[ident]) if each.f_code is _SERVES)
         serves = next(map(_say_call, calls), "")

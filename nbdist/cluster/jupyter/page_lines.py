@@ -35,8 +35,7 @@ class Page(NamedTuple):
 
         None if ``text`` does not end with ``code``: then a program made the code.
         """
-        found = lines_above(self.text, code)
-        if found is None:
+        if (found := lines_above(self.text, code)) is None:
             return None
         return self.above + found + sum(1 for _ in takewhile(lambda line: not line.strip(), code.splitlines()))
 

@@ -281,8 +281,7 @@ class _Apart:
     @property
     def parent_header(self) -> Any:
         """The request, for the shell, or its header, for all others."""
-        scope = _scope.get()
-        if scope is None:
+        if (scope := _scope.get()) is None:
             return self._own_parent
         return scope.parent if hasattr(self, "run_cell") else scope.parent["header"]
 

@@ -60,8 +60,7 @@ class Outlet:
         Returns the messages that are kept as the cell's outputs: this one, others that were held back before, or none
         while its text is held back (`OutputCutter`).
         """
-        cutter = self._cutters.get(worker)
-        if cutter is None:
+        if (cutter := self._cutters.get(worker)) is None:
             cutter = self._cutters[worker] = OutputCutter(self._number, self._sink.cut)
         let_through = cutter.take(message)
         self._arrange(worker, let_through)

@@ -94,8 +94,7 @@ class KernelSink:
         session = self._kernel.session
         made = session.msg(message.kind, dict(message.content), parent=self._parent, metadata=dict(message.metadata))
         for hook in self._display_hooks if message.kind in _SHOWN else ():
-            made = hook(made)
-            if made is None:
+            if (made := hook(made)) is None:
                 return
         session.send(self._kernel.iopub_socket, made, ident=message.kind.encode(), buffers=list(message.buffers))
 

@@ -383,8 +383,7 @@ class _Zygote:
                     os.read(self._wakeup, 4096)
                     self._reap()
                     continue
-                lines = self._line.receive()
-                if lines is None:
+                if (lines := self._line.receive()) is None:
                     return None
                 idle.clear()  # imports would keep the processor from those who wait for workers
                 for line in lines:

@@ -240,8 +240,7 @@ class Collectives:
 
     def place(self) -> Position | None:
         """Return where the main thread stands, and whether this process is in a collective."""
-        found = place()
-        if found is None:
+        if (found := place()) is None:
             return None
         count, has_unfinished = flight_recorder.progress()
         return found._replace(instruction=(*found.instruction, count), memory=resident(), in_collective=has_unfinished)

@@ -66,8 +66,7 @@ class CutTransfers:
         Ends a wait only if the previous call found the same thread waiting for the same buffer, so the first call ends
         none. The thread gets a RuntimeError.
         """
-        functions = _functions()
-        if functions is None:
+        if (functions := _functions()) is None:
             return 0
         with _looking:
             waits = functions.hopeless_waits()

@@ -189,8 +189,7 @@ class _OutputCheck:
         given = {**dict(zip(self._names, args, strict=False)), **kwargs}
         # transformers would return an empty tuple, or wrong values, since it looks for them in the stand-ins.
         for name, instead in _NOT_RETURNED.items():
-            value = given.get(name)
-            if value is None:
+            if (value := given.get(name)) is None:
                 value = getattr(model.config, name, None)
             if value:
                 raise UsageError(

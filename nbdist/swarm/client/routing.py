@@ -199,8 +199,7 @@ def _place(run: range, size: Sequence[int], has: dict[str, int], room: Mapping[s
         sums = list(itertools.accumulate(size[number] for number in run))
         # The first blocks of the run: a smaller block after one that does not fit would not be consecutive.
         fits = {name: bisect.bisect_right(sums, left) for name, left in free.items()}
-        most = max(fits.values())
-        if not most:
+        if not (most := max(fits.values())):
             raise NoRoute(
                 f"no server that is left has room for the weights of block {run[0]}: let another worker join, or call "
                 "serve with more room"

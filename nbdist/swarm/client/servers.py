@@ -173,8 +173,7 @@ class Servers:
 
         Raises UsageError if the member is gone already, or is this process.
         """
-        record = self._agent.member(member.incarnation)
-        if record is None:
+        if (record := self._agent.member(member.incarnation)) is None:
             raise UsageError(f"{member.name} is gone already")
         here = record.host == self._agent.me.host
         if here and record.pid == os.getpid():

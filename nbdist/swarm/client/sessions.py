@@ -90,8 +90,7 @@ def _close_sessions(sessions: weakref.ref[Sessions], over: queue.SimpleQueue[str
     """Close sessions whose ids arrive on ``over``, until None arrives. The thread "swarm settles" runs this."""
     while (session := over.get()) is not None:
         # Weak while it waits: a swarm that nobody uses must end, and its thread with it.
-        found = sessions()
-        if found is None:
+        if (found := sessions()) is None:
             return
         with contextlib.suppress(Exception):  # an error must not end the thread: no further session would be closed
             found.over(session)

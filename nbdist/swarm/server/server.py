@@ -250,8 +250,7 @@ class Server:
 
     def find(self, id: str, begin: int) -> ServerSession:
         """Return a session at a span, and record the time of this use."""
-        session = self._sessions.get((id, begin))
-        if session is None:
+        if (session := self._sessions.get((id, begin))) is None:
             raise NoSession(
                 f"there is no session {id} at block {begin} on this server: it was closed, moved away, or never opened"
             )
@@ -324,8 +323,7 @@ class Server:
             session.busy = True
         while True:
             with session.changed:
-                found = session.take_up()
-                if found is None:
+                if (found := session.take_up()) is None:
                     session.busy = False
                     session.changed.notify_all()
                     return
@@ -555,8 +553,7 @@ class Server:
         return hidden.to(came)
 
     def _block(self, number: int) -> nn.Module:
-        block = self.blocks.get(number)
-        if block is None:
+        if (block := self.blocks.get(number)) is None:
             raise NotHere(
                 f"this server does not have block {number}, only {sorted(self.blocks)}: the swarm has moved it"
             )
@@ -616,8 +613,7 @@ def _look(server: weakref.ref[Server]) -> bool:
 
 
 def _lost(server: weakref.ref[Server], record: Record, _: str) -> None:
-    found = server()
-    if found is not None:
+    if (found := server()) is not None:
         found.on_lost(record.incarnation)
 
 
@@ -633,8 +629,7 @@ def _compute(works: Sequence[_Work]) -> list[Any]:
         with torch.no_grad():
             return [work()]
     try:
-        stacked = stacking.stack(items)
-        if stacked is not None:
+        if (stacked := stacking.stack(items)) is not None:
             found, seconds = work(stacked)
             return [(part, seconds) for part in stacking.split(found, items)]
     except Exception:  # only one of the requests may be faulty

@@ -135,8 +135,7 @@ class Columns:
     def _set_columns(self) -> None:
         """Set the column of each item: by `Diagram.ranks`, or without ranks by the longest path to it, in boxes."""
         before = self._links()
-        ranks = self._diagram.ranks
-        if ranks is not None:
+        if (ranks := self._diagram.ranks) is not None:
             # Ranks that no item has get no column.
             used = {rank: number for number, rank in enumerate(sorted({ranks[key] for key in self.items}))}
             columns = {key: used[ranks[key]] for key in self.items}

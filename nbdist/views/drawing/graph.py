@@ -295,8 +295,7 @@ class _Drawing:
 
     def _words_on_part(self, key: Key) -> str:
         marks = self.marks
-        count = marks.waits_for.get(key)
-        if count is None:
+        if (count := marks.waits_for.get(key)) is None:
             return "takes no part"
         what = "operation" if self.trace.of_step else "gradient"
         told = "root: the pass begins here; " if key in marks.roots else ""

@@ -93,8 +93,7 @@ def snapshot(found: Backward) -> dict[str, Any]:
 
 def detail(found: Backward, key: Key) -> dict[str, Any]:
     """Return the histogram of the gradients that a node was given, as JSON; an empty dict if it is not known."""
-    histogram = found.histogram.get(key)
-    if histogram is None:
+    if (histogram := found.histogram.get(key)) is None:
         return {}
     return {"node": list(key), "low": histogram.low, "high": histogram.high, "counts": histogram.counts}
 

@@ -53,8 +53,7 @@ def remarks(found: Backward) -> list[Remark]:
 
 
 def _critical_path(found: Backward) -> Remark:
-    path = found.critical_path()
-    if not path:
+    if not (path := found.critical_path()):
         return ()
     slow = sorted(path[1:-1], key=lambda key: found.seconds[key])[-(_NODES_NAMED - 2) :]
     shown = {path[0], path[-1], *slow}
@@ -66,8 +65,7 @@ def _critical_path(found: Backward) -> Remark:
 
 
 def _slowest(found: Backward) -> Remark:
-    slowest = found.slowest()
-    if slowest is None:
+    if (slowest := found.slowest()) is None:
         return ()
     worker, where, seconds, keys = slowest
     longest = max(keys, key=lambda key: found.seconds[key])
@@ -93,8 +91,7 @@ def _first_bad(found: Backward) -> Remark:
 
     def where(end: Inherited) -> str:
         key = end.worker, end.node
-        node = found.nodes.get(key)
-        if node is None:
+        if (node := found.nodes.get(key)) is None:
             return f"{end.name}@{end.worker} (node {end.node})"
         names.append(_named(found, key))
         return ", ".join([f"{names[-1].text} (node {end.node})", *filter(None, (node.module, node.line))])
@@ -112,8 +109,7 @@ def _linked(sentence: str, names: Sequence[SentencePart]) -> Remark:
 
 
 def _largest(found: Backward) -> Remark:
-    key = found.largest()
-    if key is None:
+    if (key := found.largest()) is None:
         return ()
     return (SentencePart(f"the largest norm, {found.norm[key]:.4g}, was given to "), *_where(found, key))
 

@@ -408,8 +408,7 @@ class Watcher:
         return f"{kind}: {ran} of {total} nodes, {self.state}{error}{more}"
 
     def __repr__(self) -> str:
-        found = self.backward
-        if found is None:
+        if (found := self.backward) is None:
             return f"<{'a watched cell' if self._given is None else 'a watch'}, {self._told(None)}>"
         return "\n".join([self._told(found), *report.as_text(found)])
 

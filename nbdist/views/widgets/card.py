@@ -47,8 +47,7 @@ class RRefCard(LiveReferences):
 
     def press(self, message: dict[str, Any]) -> None:
         """Peek at the value and show the result, or release the reference; the view shows what this raises."""
-        rref = self._known.items[0][1]()
-        if rref is None:
+        if (rref := self._known.items[0][1]()) is None:
             raise LookupError(
                 "the reference is gone, because no variable holds it any more: show another reference to the value"
             )

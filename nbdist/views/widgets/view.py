@@ -258,15 +258,13 @@ class _Painter:
             while not self._changed.empty():  # what changed during the sleep goes with it
                 changed.add(self._changed.get())
             for known in changed:
-                view = known()
-                if view is not None:
+                if (view := known()) is not None:
                     _safely(view.publish)
                     stale[known] = view.save_due
                 del view  # or this thread would keep the last view alive while it waits
             for known in [known for known, due in stale.items() if due <= time.monotonic()]:
                 del stale[known]
-                view = known()
-                if view is not None:
+                if (view := known()) is not None:
                     _safely(view.save)
                 del view
             time.sleep(_ROUND_SECONDS)

@@ -86,8 +86,7 @@ class RayLauncher(RemoteLauncher):
         """Reserve room for all workers, or for none. Raises ResourceError if Ray has no room for all in time."""
         from ray.util.placement_group import placement_group
 
-        gpus = spec.gpus_per_worker
-        if gpus is None:
+        if (gpus := spec.gpus_per_worker) is None:
             gpus = 1 if self._ray.cluster_resources().get("GPU", 0) >= spec.count else 0
         self._needs = {"CPU": 1.0, **({"GPU": float(gpus)} if gpus else {})}
         self._group = placement_group([self._needs] * spec.count, strategy=spec.placement.upper())
@@ -129,8 +128,7 @@ class RayLauncher(RemoteLauncher):
 
     def _keeper_for(self, setup: WorkerSetup) -> KeeperMember | None:
         """Return the keeper that the worker's own actor has started, once that has joined."""
-        placed = self.actors.get(setup.name)
-        if placed is None:
+        if (placed := self.actors.get(setup.name)) is None:
             return None
         with self.hub.lock:
             came = next((member for member in self.hub.members if member.token == placed.token), None)

@@ -199,8 +199,7 @@ class RemoteLauncher:
     def probe(self, name: str) -> Future[Probe]:
         """Ask a worker's host about the worker's process; return the future of the answer."""
         found: Future[Probe] = Future()
-        asked = self._tell(name, "probe", name, timeout=2 * ANSWER_WITHIN)
-        if asked is None:
+        if (asked := self._tell(name, "probe", name, timeout=2 * ANSWER_WITHIN)) is None:
             found.set_result(Probe())
         else:
             asked.then(lambda done: _pass_on(done, found))
@@ -262,8 +261,7 @@ class RemoteLauncher:
                     return  # until the worker of rank 0 has its place
                 if start.name in self.placed:
                     continue  # the worker's earlier start was given up, but its process has not ended
-                member = self._keeper_for(start.setup)
-                if member is None:
+                if (member := self._keeper_for(start.setup)) is None:
                     continue
                 del self.wanted[start.name]
                 self.placed[start.name] = start
@@ -391,8 +389,7 @@ class RemoteLauncher:
 
     def _on_worker_end(self, name: str, how: int | str, words: str) -> None:
         with self._lock:
-            start = self.placed.pop(name, None)
-            if start is None:
+            if (start := self.placed.pop(name, None)) is None:
                 return  # its keeper was lost before
             self._words[name] = words
             if not (start.runs or start.future.cancelled()):
