@@ -91,10 +91,12 @@ class CellValues:
         """Return copies of the values that variables have on workers."""
         if isinstance(names, str):
             return self.evaluate(names, targets)
-        found = self.evaluate(", ".join(names) + "," if names else "()", targets)  # a tuple, also of one value or none
-        if means_one(targets):
-            return dict(zip(names, found, strict=True))
-        return [dict(zip(names, values, strict=True)) for values in found]
+        found = self.evaluate(", ".join(names) or "()", targets)  # one name gives its value, not a tuple
+        shaped = [
+            dict(zip(names, (values,) if len(names) == 1 else values, strict=True))
+            for values in ([found] if means_one(targets) else found)
+        ]
+        return shaped[0] if means_one(targets) else shaped
 
 
 def check_pushed(names: Iterable[str]) -> None:
