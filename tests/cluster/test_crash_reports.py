@@ -28,6 +28,8 @@ Extension modules: numpy, torch (total: 2)
 GLOO = """terminate called after throwing an instance of 'gloo::EnforceNotMet'
   what():  [enforce fail at pair.cc:456] op.preamble.length <= op.nbytes. 16 vs 8. Received data size doesn't match.
 """
+# gloo aborts. SIGSEGV, sometimes: Python writes the frames of all threads then, also of those that run.
+ENDED = re.compile(r"worker1 was killed by SIG(ABRT|SEGV)")
 SAID = "gloo: the workers gave tensors of different sizes to a collective: this one expected 8 bytes and was sent 16"
 FRAMES = [f'  File "{CELL}", line 3 in f', f'  File "{CELL}", line 5 in <module>']
 
@@ -86,7 +88,7 @@ def test_a_receiver_that_gloo_ends_says_who_gave_what_and_dies_once(notebook):
         assert "gloo" not in found.result
     assert notebook.run("%remote all rank").result == "[0, 2]"
     again = notebook.run("%%remote\nrank", check=False).error["evalue"]
-    assert "worker1 was killed by SIGABRT" in again
+    assert ENDED.search(again)
     assert "gloo" not in again
     assert SAID in notebook.run("%dist_log worker1").stdout
     assert notebook.run("%dist_restart").error is None
@@ -95,7 +97,7 @@ def test_a_receiver_that_gloo_ends_says_who_gave_what_and_dies_once(notebook):
 
 def test_the_worker_that_gave_another_size_is_named_and_not_the_one_that_gloo_ends(notebook):
     cell = notebook.run("%%remote\ndist.all_reduce(torch.ones(1500 if rank == 2 else 1000))", check=False)
-    assert "worker1 was killed by SIGABRT" in "\n".join(cell.error["traceback"])
+    assert ENDED.search("\n".join(cell.error["traceback"]))
     assert cell.stderr.endswith(
         "worker2 gave another size than all others: worker1, which gloo ended, gave the same as the rest\n"
     ), cell.stderr
