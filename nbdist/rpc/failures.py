@@ -78,8 +78,9 @@ def text_of_error(error: BaseException) -> str:
 
 
 def _user_traceback(error: BaseException) -> str:
-    """Format an error's traceback, and those of its causes, without the frames of nbdist."""
+    """Format an error's traceback, those of its causes and of a group's members, without the frames of nbdist."""
     described = traceback.TracebackException.from_exception(error)
+    described.__notes__ = None  # they belong to the error itself
     seen: set[int] = set()
     queue: list[Any] = [described]
     while queue:
@@ -89,8 +90,7 @@ def _user_traceback(error: BaseException) -> str:
         seen.add(id(part))
         # Frames of installed packages stay: they tell how the function failed.
         part.stack[:] = [frame for frame in part.stack if not _is_between(frame.filename)]
-        queue += [part.__cause__, part.__context__, *(part.exceptions or ())]  # the last are a group's
-        part.__notes__ = None  # they belong to the error itself
+        queue += [part.__cause__, part.__context__, *(part.exceptions or ())]
     return "".join(described.format())
 
 

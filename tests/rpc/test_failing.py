@@ -347,6 +347,7 @@ def test_the_members_of_a_group_are_told_without_frames_of_nbdist() -> None:
         try:
             wait_for_nothing()
         except nbdist.UsageError as error:
+            error.add_note("noted")
             raise ExceptionGroup("several", [error]) from None
 
     with pytest.raises(ExceptionGroup) as caught:
@@ -354,6 +355,7 @@ def test_the_members_of_a_group_are_told_without_frames_of_nbdist() -> None:
     said = describe(caught.value, "worker1", "f")[2]
     assert "in wait_for_nothing" in said
     assert "in positive" not in said
+    assert "noted" in said
 
 
 def test_torchs_part_of_a_future_that_is_gone_has_the_errors_text() -> None:

@@ -104,6 +104,7 @@ class Outlet:
                 self._last.move_to(self._sink.page)
         if self._timer is not None:
             self._timer.cancel()
+            self._timer = None
         if (due := self._arranger.next_flush()) is not None:
             self._timer = self._thread.loop.call_later(max(0.0, due - time.monotonic()), self._flush)
 

@@ -143,7 +143,8 @@ class GroupStore(dist.Store):  # type: ignore[misc]  # dist is Any
 
         ``address`` is the beginning of a C ``sockaddr``, as `gloo.Loop.address` has it.
         """
-        named = (name for name, place in self._places.items() if address and address in place)
+        # A copy, made in one operation: another thread may form a group now.
+        named = (name for name, place in list(self._places.items()) if address and address in place)
         return next(named, None)
 
     # -- reading ------------------------------------------------------------------------------

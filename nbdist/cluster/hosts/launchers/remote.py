@@ -56,7 +56,7 @@ class _Start:
     """One start of a worker: its setup, its keeper, and its progress."""
 
     def __init__(self, setup: WorkerSetup, connection: dict[str, Any], environment: dict[str, str]) -> None:
-        self.name, self.setup = setup.name, setup  # the worker's
+        self.setup, self.name = setup, setup.name
         self.connection = connection
         self.environment = environment
         self.future: Future[StartedWorker] = Future()
@@ -272,8 +272,11 @@ class RemoteLauncher:
                 ).start()
 
     def _keeper_for(self, setup: WorkerSetup) -> KeeperMember | None:
-        """Return the keeper that should start a worker now; None if there is none, and the worker waits."""
-        raise NotImplementedError
+        """Return a worker's keeper: the one that it had, else the first with room; None if no keeper has room."""
+        with self.hub.lock:
+            had = [member for member in self.hub.members if setup.name in member.workers]
+            free = [member for member in self.hub.members if len(member.workers) < member.room]
+        return next(iter([*had, *free]), None)
 
     def _start_on(self, member: KeeperMember, start: _Start) -> None:
         """Let a keeper start a worker, and settle the start's future. Runs in a thread of its own, because it waits."""
