@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import weakref
 from typing import Any
@@ -14,7 +15,8 @@ call_forked = _objects.add
 
 def _after_fork() -> None:
     for each in list(_objects):
-        each.forked()
+        with contextlib.suppress(Exception):  # whatever it is, the child must release the others
+            each.forked()
 
 
 os.register_at_fork(after_in_child=_after_fork)

@@ -1,4 +1,4 @@
-"""Derives all keys of a cluster from its secret, and finds the user's runtime directory.
+"""Derives all keys of a cluster from its secret, secures sockets with them, and finds the user's runtime directory.
 
 All members share one secret. Each key is a hash of the secret and of the key's purpose::
 

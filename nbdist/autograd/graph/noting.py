@@ -35,6 +35,8 @@ class _Running(msgspec.Struct, eq=False):
     module: torch.nn.Module
     path: str = ""  # its path, once somebody has asked: to find the path takes a walk over all modules
 
+    __repr__ = object.__repr__  # a struct's own would print the module
+
 
 class _PerThread(threading.local):
     # The modules whose forward runs on this thread, outermost first; None if this thread notes nothing.

@@ -32,7 +32,7 @@ while it holds          a thread may take
 `Run.lock`              `Part._lock`
 `Observer._halting`     `claims._lock`, `Observer._sending`, `Observer._changed`, `Watch._changed`. The thread that
                         halts a pass holds it until the halt is over
-`Watch._changed`        `Recorder._freezing`
+`Watch._changed`        `Freezing._lock`
 any other lock, such    no other lock of autograd
 as `Part._lock`,
 `claims._lock` or

@@ -89,6 +89,8 @@ class _NodeHooks(msgspec.Struct, eq=False):
     span: GpuSpan | None = None
     saved: Sequence[Saved] = ()
 
+    __repr__ = object.__repr__  # a struct's own would print the saved tensors
+
     def before(self, gradients: Gradients) -> None:
         call = self.call
         if current_part() is not call.part:  # another pass runs the node, perhaps at the same time

@@ -176,14 +176,14 @@ class Arena:
     # -- out ----------------------------------------------------------------------------------
 
     def put(self, pointer: int, length: int, receiver: int) -> ArenaSlot | None:
-        """Copy ``length`` bytes at the address ``pointer`` into a block; return None as `take` does."""
+        """Copy ``length`` bytes at the address ``pointer`` into a block; return None if `take` has none."""
         slot, mapped = self.take(length, receiver)
         if slot is not None:
             ctypes.memmove(mapped.address + slot.place.offset, pointer, length)
         return slot
 
     def put_tensor(self, part: torch.Tensor, receiver: int) -> ArenaSlot | None:
-        """Copy a tensor of bytes from a GPU into a block; return None as `take` does."""
+        """Copy a tensor of bytes from a GPU into a block; return None if `take` has none."""
         slot, mapped = self.take(part.numel(), receiver)
         if slot is not None:
             memory = (ctypes.c_char * part.numel()).from_address(mapped.address + slot.place.offset)
