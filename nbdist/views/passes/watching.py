@@ -379,6 +379,7 @@ class Watcher:
         # Once for each pass: it is large, and does not change.
         if found is not None and self._outline[0] is not found.plan:
             self._outline = found.plan, page.outline(found)
+        outline = self._outline[1] if found is not None else {}  # now: another thread may draw the next pass meanwhile
         seen = self.last
         snapshot = {
             **(page.snapshot(found) if found is not None else {}),
@@ -388,7 +389,7 @@ class Watcher:
             "over": seen is not None and seen.over,
             "told": self._told(found),
         }
-        return self._outline[1] if found is not None else {}, snapshot, found
+        return outline, snapshot, found
 
     def told(self) -> str:
         """Return a line about the present pass: its kind, the nodes that have run, the state, an error."""

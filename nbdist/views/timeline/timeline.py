@@ -256,4 +256,4 @@ def _busy_seconds(noted: Sequence[Noted]) -> float:
     """Return the seconds in which at least one piece of work was under way."""
     spans = [(one.start, one.end) for one in noted]
     begun, ended = min(spans)[0], max(end for _, end in spans)
-    return ended - begun - uncovered((begun, ended), spans)
+    return max(0.0, ended - begun - uncovered((begun, ended), spans))  # not -0, as differences of large numbers are
