@@ -18,6 +18,8 @@ def test_a_member_that_joins_while_the_file_table_is_full_can_be_called_afterwar
     others = workers.Workers()
     rpc.init_rpc("worker0", rank=0, rpc_backend_options=rpc.RpcBackendOptions(init_method=f"file://{store}"))
     try:
+        # The agent's connection to itself takes a file, in another thread and perhaps late: a call waits for it.
+        rpc.rpc_sync("worker0", workers.name)
         begin = f"import os, time\nwhile not os.path.exists({str(go)!r}): time.sleep(0.01)"
         others.start("late", workers.member("late", 1, None, store, first=begin, then="workers.released.wait(60)"))
         agent, knocked = current_agent(), threading.Event()
