@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import msgspec
@@ -26,7 +26,7 @@ from nbdist.autograd.graph.edges import Node
 from nbdist.autograd.graph.forward_nans import NanCheck, tensors_in
 from nbdist.autograd.graph.origins import ORIGIN_KEY, NodeOrigin, users_line
 from nbdist.autograd.graph.parameters import walk
-from nbdist.torch_private import function_modes, pop_function_mode, push_function_mode
+from nbdist.torch_private import function_modes, no_torch_function, pop_function_mode, push_function_mode
 
 
 class _Running(msgspec.Struct, eq=False):
@@ -42,13 +42,14 @@ class _PerThread(threading.local):
     # The modules whose forward runs on this thread, outermost first; None if this thread notes nothing.
     modules: list[_Running] | None = None
     checking: _Noting | None = None  # the mode that checks this thread's results for NaN
+    noting: _Noting | None = None  # the innermost mode that notes this thread's lines
 
 
 _thread = _PerThread()
 
 
-class _ModuleHooks:
-    """The hooks on all modules of the process, which stay set while any `noted` block is open."""
+class _ProcessHooks:
+    """The hooks on all modules of the process, and on ``Function.apply``, while any `noted` block is open."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -63,16 +64,22 @@ class _ModuleHooks:
                 self._handles.append(register_module_forward_pre_hook(_enter_module))
                 # Always, also after an error: a module that has ended must not seem to run.
                 self._handles.append(register_module_forward_hook(_leave_module, always_call=True))
+                Function.apply = classmethod(_apply_and_note)  # torch's modes do not see it
             elif not self._blocks:
                 while self._handles:
                     self._handles.pop().remove()
+                Function.apply = _plain_apply
 
 
-_module_hooks = _ModuleHooks()
+_plain_apply: Any = vars(torch.autograd.Function)["apply"]
+Function: Any = torch.autograd.Function
+_process_hooks = _ProcessHooks()
 
 
 @contextlib.contextmanager
-def noted(*, lines: bool = True, check: NanCheck | None = None) -> Iterator[None]:
+def noted(
+    *, lines: bool = True, check: NanCheck | None = None, wanted: Callable[[], bool] = lambda: True
+) -> Iterator[None]:
     """Note the origins of the nodes that the calling thread makes in the block, which may end on another thread.
 
     If another thread ends the block, the noting stops at once. But the block's torch function mode stays on the first
@@ -82,29 +89,37 @@ def noted(*, lines: bool = True, check: NanCheck | None = None) -> Iterator[None
         lines: Whether to note origins on the nodes of the graph.
         check: The check that raises in the block when it finds a NaN, or None. A thread whose outer context checks
             already does not check twice.
+        wanted: Whether to note the lines of what is computed now; asked at each operation.
     """
     thread = threading.get_ident()
-    outer, checking = _thread.modules, _thread.checking
+    outer, checking, noting = _thread.modules, _thread.checking, _thread.noting
     if checking is not None and not checking.is_over:
         check = None  # the outer context of this thread checks already
-    mode: Any = _Noting(lines, check)
+    mode: Any = _Noting(lines, check, wanted)
     counted = False
     try:  # from here on Ctrl-C must undo what has been done
         _thread.modules = []
-        _module_hooks.use(1)
+        _process_hooks.use(1)
         counted = True
         _leave(None)  # the modes of blocks that other threads have ended are still on this thread's stack
         if check is not None:
             _thread.checking = mode
+        if lines:
+            _thread.noting = mode
         mode.__enter__()
         yield
     finally:
         mode.is_over = True
         if counted:
-            _module_hooks.use(-1)
+            _process_hooks.use(-1)
         if threading.get_ident() == thread:  # another thread cannot take the mode off the first one's stack
             _leave(mode)
-            _thread.modules, _thread.checking = outer, checking
+            _thread.modules, _thread.checking, _thread.noting = outer, checking, noting
+
+
+def notes_lines() -> bool:
+    """Return whether the calling thread notes lines now."""
+    return _thread.noting is not None and not _thread.noting.is_over
 
 
 def _leave(mode: TorchFunctionMode | None) -> None:
@@ -162,17 +177,18 @@ class _Noting(TorchFunctionMode):
 
     is_over = False  # True once the `noted` block has ended; then the mode does nothing
 
-    def __init__(self, lines: bool, check: NanCheck | None) -> None:
+    def __init__(self, lines: bool, check: NanCheck | None, wanted: Callable[[], bool]) -> None:
         super().__init__()
         self.check = check
         self._lines = lines
+        self.is_wanted = wanted
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         __tracebackhide__ = True  # IPython leaves this frame out
         kwargs = kwargs or {}
         if torch.compiler.is_compiling() or self.is_over:  # compile the user's code without ours
             return func(*args, **kwargs)
-        run, check = self._call_and_note if self._lines else _call_unnoted, self.check
+        run, check = _call_and_note if self._lines and self.is_wanted() else _call_unnoted, self.check
         if check is None:
             return run(func, args, kwargs)
         name = getattr(func, "__name__", "").partition(".")[0]  # compiled code calls ``view.default``, say
@@ -185,19 +201,40 @@ class _Noting(TorchFunctionMode):
         check.after(name, args, kwargs, result, held, _place_in_user_code)
         return result
 
-    def _call_and_note(self, func: Any, args: Any, kwargs: Any) -> Any:
-        __tracebackhide__ = True
-        for tensor in tensors_in((*args, *kwargs.values())):
-            if tensor.grad_fn is not None:
-                # If an input's node has no note, the node was made where nothing is noted: it must not get this
-                # operation's note.
-                node: Node = tensor.grad_fn
-                node.metadata.setdefault(ORIGIN_KEY, None)
-        result = func(*args, **kwargs)
-        changed = [tensor.grad_fn for tensor in tensors_in((result, *args[:1])) if tensor.grad_fn is not None]
-        if changed:
-            _note_nodes(changed)
-        return result
+
+def _call_and_note(func: Any, args: Any, kwargs: Any) -> Any:
+    __tracebackhide__ = True
+    _note_older(args, kwargs)
+    result = func(*args, **kwargs)
+    _note_made((result, *args[:1]))
+    return result
+
+
+def _note_older(args: Any, kwargs: Any) -> None:
+    """Note that the nodes of an operation's inputs are older: those that were made where nothing is noted."""
+    for tensor in tensors_in((*args, *kwargs.values())):
+        if tensor.grad_fn is not None:
+            node: Node = tensor.grad_fn
+            node.metadata.setdefault(ORIGIN_KEY, None)
+
+
+def _note_made(results: Any) -> None:
+    if changed := [tensor.grad_fn for tensor in tensors_in(results) if tensor.grad_fn is not None]:
+        _note_nodes(changed)
+
+
+def _apply_and_note(function: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
+    """Apply a user's Function as torch does, and note the line of the call on its node if this thread notes lines."""
+    __tracebackhide__ = True
+    apply, noting = _plain_apply.__func__, _thread.noting
+    if noting is None or noting.is_over or torch.compiler.is_compiling() or not noting.is_wanted():
+        return apply(function, *args, **kwargs)
+    with no_torch_function():  # else the mode takes each look at a tensor for an operation
+        _note_older(args, kwargs)
+    result = apply(function, *args, **kwargs)
+    with no_torch_function():
+        _note_made((result, *args[:1]))
+    return result
 
 
 def _call_unnoted(func: Any, args: Any, kwargs: Any) -> Any:

@@ -37,13 +37,13 @@ class NodeOrigin(NamedTuple):
     module: str | None = None  # whose forward made it, by its path from the class of the outermost module: `Net.fc1`
     file: str = ""  # in a graph that travels, `shown_name` of it, as only this worker knows a cell's number
     number: int = 0
-    text: str = ""  # of the line, if its source is known on the worker that made the node
+    text: str = ""  # of the line, if its source is known on the worker that made the node; or why there is no line
 
     @property
     def line(self) -> str | None:
         """The place as text, ``model.py:12: return x.exp()``, without the code if that is unknown; or None."""
         if not self.file:
-            return None
+            return self.text or None
         where = f"{shown_name(self.file)}:{self.number}"
         text = self.text or linecache.getline(self.file, self.number).strip()
         return f"{where}: {text}" if text else where
