@@ -36,6 +36,8 @@ class Event(msgspec.Struct, frozen=True, gc=False):  # a struct, and no work for
     ``timed``
         A GPU has run a node, in ``seconds`` on its stream; ``done`` has those of the processor. It comes later than
         ``done``, with the same time. There is none for a node that is given no gradient on a GPU.
+    ``failed``
+        A node has raised an error, which ends the pass.
     ``halted``
         The pass is halted before a node.
     ``nan``

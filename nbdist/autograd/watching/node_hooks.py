@@ -13,11 +13,12 @@ from typing import Any
 
 import msgspec
 
-from nbdist.autograd.graph.edges import RECEIVE, Node, RunningPart, current_part
+from nbdist.autograd.graph.edges import RECEIVE, HeldBack, Node, RunningPart, current_part
 from nbdist.autograd.graph.inherited import Inherited
 from nbdist.autograd.graph.measuring import Gradients
+from nbdist.autograd.graph.origins import origin_of
 from nbdist.autograd.graph.saved import Saved, saved_by
-from nbdist.autograd.watching.observer import Observer
+from nbdist.autograd.watching.observer import Observer, Stopped
 from nbdist.gpus import spans
 from nbdist.gpus.spans import GpuSpan
 
@@ -25,12 +26,16 @@ from nbdist.gpus.spans import GpuSpan
 class CallHooks:
     """The hooks of one call of torch's engine: a context manager around the call, in which ``part`` has nodes run.
 
-    ``first`` are the nodes at the roots: of a gate among them, the node behind it is observed.
+    ``part`` is None for a local pass. ``first`` are the nodes at the roots: of a gate among them, the node behind it is
+    observed.
     """
 
-    def __init__(self, observer: Observer, part: RunningPart, nodes: Collection[Node], first: Iterable[Node]) -> None:
+    def __init__(
+        self, observer: Observer, part: RunningPart | None, nodes: Collection[Node], first: Iterable[Node]
+    ) -> None:
         self.observer = observer
         self.part = part
+        self.last: _NodeHooks | None = None  # of the node that has begun last; after an error, of the one that failed
         self._first = first
         # The nodes without hooks, and their numbers. Several threads of the engine may take nodes out.
         self._left = observer.numbers.of(nodes)
@@ -45,15 +50,19 @@ class CallHooks:
                 else:
                     self.reach(node)  # a gate, which is not observed
         except BaseException:  # Ctrl-C: without this the hooks would stay on the user's graph
-            self.__exit__()
+            self.__exit__(None, None, None)
             raise
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, _: type[BaseException] | None, error: BaseException | None, at: object) -> None:
         # First: if a node on one device fails, the call ends, but the engine's thread for another device may still run
         # a node, and set hooks behind it.
         self._is_over = True
         self._left = {}
         self._remove()
+        if isinstance(error, Exception) and not isinstance(error, HeldBack | Stopped) and self.last is not None:
+            self.observer.failed(self.last.number, self.last.name)
+            if line := origin_of(self.last.node).line:
+                error.add_note(f"raised by {self.last.name}, the node that this line made: {line}")
 
     def reach(self, node: Node) -> None:
         """Set hooks on the nodes that come after ``node``, which has run."""
@@ -98,6 +107,7 @@ class _NodeHooks(msgspec.Struct, eq=False):
         call.observer.come_to(self.number, self.name, gradients, sends=type(self.node) is RECEIVE)
         if call.observer.looks:  # now, as torch frees them when the node has run
             self.saved = saved_by(self.node)
+        call.last = self
         self.span = spans.begin(spans.device_of(gradients))
         self.began = time.perf_counter()
 

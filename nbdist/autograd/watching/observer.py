@@ -242,6 +242,11 @@ class Observer:
             self._check(number, name, new, given, lambda: None)
             self.flush()
 
+    def failed(self, number: int, name: str) -> None:
+        """Note that a node has raised an error, which ends the pass; send it at once."""
+        self.note("failed", node=number, name=name)
+        self.flush()
+
     @property
     def looks(self) -> bool:
         """True if a NaN or Inf is looked for: always in ``run(until="nan")``, with norms until the first is found."""

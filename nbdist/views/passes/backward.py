@@ -78,6 +78,7 @@ class Backward:
         self.halts: list[Interval] = []  # the times of halts that are over
         self._halted: dict[Key, float] = {}  # the start of each present halt, by the node before which the pass halts
         self.messages: dict[int, str] = {}  # the last event of each message: "marked", "sent" or "arrived"
+        self.failed: Key | None = None  # the node that has raised the first error
         self.bad: Key | None = None  # the node at which the first NaN or Inf was found
         self.inherited: Inherited | None = None  # where the forward pass made it, if the node `bad` was given it
 
@@ -143,6 +144,8 @@ class Backward:
                     self._came[target] = event.time
         elif event.what == "timed":
             self.on_gpu[key] = event.seconds or 0.0
+        elif event.what == "failed" and self.failed is None:
+            self.failed = key
         elif event.what == "nan" and self.bad is None:
             self.bad, self.inherited = key, event.inherited
 
@@ -251,7 +254,9 @@ class Backward:
         return *place, totals[place], spent[place]
 
     def blamed(self) -> Key | None:
-        """Return the node at which the first NaN or Inf arose in the forward pass, or else `bad`."""
+        """Return the node that failed, or at which the first NaN or Inf arose in the forward pass, or else `bad`."""
+        if self.failed is not None:
+            return self.failed
         found = self.inherited
         if found is not None and (found.worker, found.node) in self.nodes:  # else it was not recorded
             return found.worker, found.node

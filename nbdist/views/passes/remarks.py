@@ -44,12 +44,23 @@ def text_of(remark: Remark) -> str:
 
 def remarks(found: Backward) -> list[Remark]:
     """Return sentences about a pass, finished or not: critical path, most time, first NaN or Inf, largest norm."""
-    made = [_critical_path(found), _slowest(found), _longest_on_gpu(found), _first_bad(found), _largest(found)]
+    made = [
+        _failed(found),
+        _critical_path(found),
+        _slowest(found),
+        _longest_on_gpu(found),
+        _first_bad(found),
+        _largest(found),
+    ]
     if found.plan.unused:
         count = len(found.plan.unused)
         said = f"{counted(count, 'message')} {plural(count, 'carries', 'carry')} no gradients: no root depends on"
         made.append((SentencePart(f"{said} {plural(count, 'its', 'their')} tensors"),))
     return [remark for remark in made if remark]
+
+
+def _failed(found: Backward) -> Remark:
+    return (SentencePart("the pass failed at "), *_where(found, found.failed)) if found.failed is not None else ()
 
 
 def _critical_path(found: Backward) -> Remark:
