@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,10 +16,12 @@ import torch
 from nbdist.autograd import api
 from nbdist.autograd.graph.edges import RECEIVE, EdgeSlot, GraphEdge, Node
 from nbdist.autograd.graph.messages import Mode
-from nbdist.autograd.graph.origins import origin_of
+from nbdist.autograd.graph.noting import notes_lines
+from nbdist.autograd.graph.numbers import NodeNumbers
+from nbdist.autograd.graph.origins import NodeOrigin, origin_of
 from nbdist.autograd.graph.parameters import ParameterName, names_of
 from nbdist.autograd.graph.traces import Edge, NodeInfo, Plan, Trace, planned
-from nbdist.autograd.graph.walk import ACCUMULATE
+from nbdist.autograd.graph.walk import ACCUMULATE, walk
 from nbdist.autograd.passes.context import Context
 from nbdist.autograd.passes.engine import edge_of
 from nbdist.errors import WorkerLost
@@ -67,6 +71,27 @@ def plan_from(context: Context, starts: Sequence[GraphEdge], mode: Mode) -> Plan
     found = _collect(context, starts)
     numbers = context.number_all(starts)
     return planned(found, [(here.transport.name, numbers[node]) for node, _ in starts], mode)
+
+
+def plan_local(numbers: NodeNumbers, starts: Sequence[GraphEdge]) -> Plan:
+    """Return the plan of a local pass that begins at ``starts`` on this worker, with these numbers for its nodes."""
+    name = api.recorder().transport.name
+    found = walk(starts)
+    numbered = numbers.of([*found.leaves, *found.nodes.difference(found.leaves)])
+    nodes = _describe_all(numbered)
+    if notes_lines():
+        nodes = list(map(partial(_made_before, {node.number: node for node in nodes}), nodes))
+    return planned(Trace(0, {name: nodes}), [(name, numbered[node]) for node, _ in starts])
+
+
+def _made_before(nodes: dict[int, NodeInfo], node: NodeInfo) -> NodeInfo:
+    """Return a node, if it was made where no lines were noted, with the module of its parameter, and saying so."""
+    if node.kind != "operation" or node.origin != NodeOrigin():
+        return node
+    near = [nodes[number] for number in node.inputs]
+    near += [nodes[number] for other in near for number in other.inputs if other.name == "TBackward0"]
+    module = next((other.parameter_of for other in near if other.parameter_of), None)
+    return replace(node, origin=NodeOrigin(module, text="made before this cell"))
 
 
 def trace(context_id: int | None = None) -> Trace:
@@ -144,8 +169,7 @@ def local_nodes(context_id: int, starts: Sequence[GraphEdge] = ()) -> tuple[list
     if context is None:
         return [], [], []
     numbers = context.number_all(starts)
-    names = names_of(node.variable for node in numbers if type(node) is ACCUMULATE)
-    nodes = [_describe(node, numbers, names) for node in sorted(numbers, key=numbers.__getitem__)]
+    nodes = _describe_all(numbers)
     edges = []
     for sent in list(context.sends.values()):
         tensors, sources = tuple(map(_tensor, sent.slots)), tuple(numbers[slot.edge[0]] for slot in sent.slots)
@@ -153,6 +177,11 @@ def local_nodes(context_id: int, starts: Sequence[GraphEdge] = ()) -> tuple[list
         edges.append(Edge(sent.message, here.transport.name, peer, sent.function, tensors, sources))
     touched = {context.maker, *context.workers, *(end.peer for end in list(context.receives.values()))}
     return nodes, edges, sorted(touched)
+
+
+def _describe_all(numbers: dict[Node, int]) -> list[NodeInfo]:
+    names = names_of(node.variable for node in numbers if type(node) is ACCUMULATE)
+    return [_describe(node, numbers, names) for node in sorted(numbers, key=numbers.__getitem__)]
 
 
 def _describe(node: Node, numbers: dict[Node, int], names: dict[int, ParameterName]) -> NodeInfo:

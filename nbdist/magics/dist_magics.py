@@ -562,8 +562,9 @@ class DistMagics(Magics):  # type: ignore[misc, unused-ignore]
 
         Example:
             %%watch --paused -a -o seen
-            with dist_autograd.context() as context_id:
-                dist_autograd.backward(context_id, [loss])
+            %%remote
+            loss = model(x).sum()
+            loss.backward()
         """
         options = read("%%watch", line)
         self._session.cluster()

@@ -40,6 +40,7 @@ from nbdist.autograd.api import recorder
 from nbdist.autograd.graph.messages import Head
 from nbdist.autograd.passes.claims import lent
 from nbdist.autograd.passes.gradient_store import GradientStore
+from nbdist.autograd.passes.local_passes import local_passes
 from nbdist.autograd.passes.ordering import ordered
 from nbdist.errors import UsageError, WorkerLost
 from nbdist.gpus import spans
@@ -395,7 +396,7 @@ class _Step:
         try:
             if roots:
                 # The sums lie in .grad meanwhile, so torch adds each micro-batch to them in place, as in one process.
-                with lent(sums.items()):
+                with lent(sums.items()), local_passes.unseen():
                     torch.autograd.backward([root for root, _ in roots], [gradient for _, gradient in roots])
                     for leaf in sums:
                         sums[leaf] = leaf.grad

@@ -260,18 +260,22 @@ def test_a_watched_cell_that_fails(watched):
 
 
 LOCAL = "torch.ones(2, requires_grad=True).sum().backward()"
-SHOWS = "This view shows backward passes over several workers, by dist_autograd.backward, and steps of pipelines."
 
 
-@pytest.mark.parametrize("cell", [LOCAL, f"%%remote\n{LOCAL}"])
-def test_a_watched_cell_with_a_local_pass_alone_says_what_the_view_shows(watched, unwatched, cell):
+@pytest.mark.parametrize(("cell", "where"), [(LOCAL, "notebook"), (f"%%remote\n{LOCAL}", "worker0, worker1")])
+def test_a_local_pass_is_drawn(watched, unwatched, cell, where):
     told = watched.run(f"%%watch\n{cell}").value
     watched.until(lambda: states(watched, told[WIDGET]["model_id"], "snapshot")[-1]["ended"])
-    assert SHOWS in states(watched, told[WIDGET]["model_id"], "snapshot")[-1]["told"]
+    assert f"backward() on {where}: " in states(watched, told[WIDGET]["model_id"], "snapshot")[-1]["told"]
     (*_, picture) = unwatched.run(f"%%watch\n{cell}").of("update_display_data")
     for kind in ("text/plain", "text/html"):
-        assert f"ended without a pass to show. {SHOWS}" in picture["data"][kind]
-        assert "also not on workers" in picture["data"][kind]
+        assert f"backward() on {where}: " in picture["data"][kind]
+
+
+def test_a_watched_cell_without_a_pass_says_what_the_view_shows(watched):
+    told = watched.run("%%watch\ntorch.autograd.grad((w := torch.ones(2, requires_grad=True)).sum(), w);").value
+    watched.until(lambda: states(watched, told[WIDGET]["model_id"], "snapshot")[-1]["ended"])
+    assert "What autograd.grad computes is not" in states(watched, told[WIDGET]["model_id"], "snapshot")[-1]["told"]
 
 
 def test_a_watched_cell_that_is_interrupted_while_it_is_paused(watched):

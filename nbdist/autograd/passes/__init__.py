@@ -6,6 +6,7 @@
 `ddp`             the leaves that DistributedDataParallel averages
 `gradient_store`  adds up the gradients of leaves
 `claims`          keeps gradients out of ``.grad``
+`local_passes`    who watches torch's own ``backward()``
 `engine`          calls torch's engine for `worker_part`
 `worker_part`     decides what can run now on this worker
 `context`         a context, and a pass in it, on one worker

@@ -4,7 +4,8 @@
 a call of torch's engine                  what `_Engine` does
 ========================================= ======================================================================
 with ``inputs``, as by autograd.grad      lets torch run it unchanged
-by a local pass                           lets torch run it; refuses it if it reaches leaves of a halted pass
+by a local pass                           lets torch run it, in the block of who watches it (`local_passes`); refuses
+                                          it if it reaches leaves of a halted pass
 by a node that a part runs                claims the leaves that the call reaches, for the part's pass
 by a part, with `run_backward`            is not asked: this goes to torch's engine directly
 ========================================= ======================================================================
@@ -25,6 +26,7 @@ from nbdist import torch_private
 from nbdist.autograd.graph.edges import current_part
 from nbdist.autograd.graph.walk import walk
 from nbdist.autograd.passes.claims import current_claim, halted_leaves
+from nbdist.autograd.passes.local_passes import local_passes
 from nbdist.errors import UsageError
 
 _native: Any = torch_private.engine
@@ -60,7 +62,9 @@ class _Engine(type(_native)):  # type: ignore[misc]  # the class of an object
         __tracebackhide__ = True  # IPython leaves this frame out of tracebacks: a local pass has no use for it
         if current_part() is None and not inputs:
             _refuse_halted(tensors)
-        if current_part() is None or inputs:
+            with local_passes.around(tensors, edge_of):
+                return _native.run_backward(tensors, grad_tensors, keep_graph, create_graph, inputs, *args, **options)
+        if inputs:
             return _native.run_backward(tensors, grad_tensors, keep_graph, create_graph, inputs, *args, **options)
         region = walk([edge_of(tensor) for tensor in tensors])
         if region.receives:

@@ -16,21 +16,25 @@ message about the watch has not reached that worker.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import TypeVar
 
 from nbdist.autograd.graph import messages
+from nbdist.autograd.graph.edges import GraphEdge
 from nbdist.autograd.graph.messages import Head, PassId, Watching
 from nbdist.autograd.graph.traces import Plan
 from nbdist.autograd.graph.transport import Transport
+from nbdist.autograd.graph.walk import walk
 from nbdist.autograd.passes import claims, inherited_nans
 from nbdist.autograd.passes.context import Context, Run
 from nbdist.autograd.passes.contexts import Contexts
+from nbdist.autograd.watching.node_hooks import CallHooks
 from nbdist.autograd.watching.observer import Observer
 from nbdist.autograd.watching.watcher import Watch
 from nbdist.errors import UsageError
+from nbdist.rpc.failures import text_of_error
 
 _Message = TypeVar("_Message", bound=messages.PassMessage)
 _CLOSED_WATCHES_KEPT = 64  # for batches on their way; an older watch has all its batches, or will never get them
@@ -194,6 +198,29 @@ class Observing:
         finally:
             context.step_observers.pop(head.id, None)
             observer.flush()  # also after an error
+
+    @contextmanager
+    def observed_local(
+        self, head: Head, context: Context, roots: Sequence[GraphEdge], ended: Callable[[str, int], None]
+    ) -> Iterator[None]:
+        """Observe this worker's share of a local pass, which runs in the block.
+
+        Afterwards calls ``ended(error, batches)``: the error that the pass has raised, as text, or an empty one, and
+        the number of batches that the watcher must await.
+        """
+        with self.observed_step(head, context) as observer:
+            if observer is None:
+                yield
+                return
+            error = ""
+            try:
+                with CallHooks(observer, None, walk(roots).nodes, [node for node, _ in roots]):
+                    yield
+            except BaseException as raised:
+                error = f"{type(raised).__name__}: {text_of_error(raised)}"
+                raise
+            finally:
+                ended(error, observer.finish())
 
     def end(self, run: Run, error: str = "") -> None:
         """On the root of a pass that is over: tell the watcher, with the error that ended the pass if there is one."""

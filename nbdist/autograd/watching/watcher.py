@@ -45,6 +45,10 @@ from nbdist.autograd.graph.transport import Transport
 from nbdist.errors import UsageError
 from nbdist.rpc.waits import blocking_wait
 
+LOCAL = "local"
+"""The mode of a pass whose shares are torch's own ``backward()`` on each worker, which may wait for each other."""
+_WAITS_INSIDE_AFTER = 1.0  # seconds without news after which a worker of a local pass is taken to wait for the others
+
 _ids = itertools.count(1)
 _log = logging.getLogger("nbdist.autograd")
 
@@ -237,17 +241,19 @@ class Watch:
     def step(self, count: int = 1, worker: str | None = None) -> list[Event]:
         """Run nodes one after the other, and return their events.
 
-        The node that has been halted longest runs next. A watch that is not paused is paused first, also for a
-        ``count`` of 0. Ctrl-C ends the wait; the passes stay paused.
+        The node that has been halted longest runs next; of a local pass, one on each worker that is halted, since a
+        node may wait for those of other workers. A watch that is not paused is paused first, also for a ``count`` of 0.
+        Ctrl-C ends the wait; the passes stay paused.
 
         Args:
             count: The number of nodes to run.
             worker: The name of the only worker to step; None means any.
 
         Returns:
-            One ``done`` event for each node that ran. There are fewer than ``count`` if the passes end before, if the
-            worker can run nothing until other workers have sent it gradients, or if the watch is closed meanwhile; none
-            if no pass is under way, or no worker has that name. An error of a node is no error here: it ends the pass.
+            One ``done`` event for each node that ran. There are fewer if the passes end before, if the worker can run
+            nothing until other workers have sent it gradients or have come to its collective, or if the watch is closed
+            meanwhile; none if no pass is under way, or no worker has that name. An error of a node is no error here: it
+            ends the pass.
 
         Raises:
             UsageError: The watch is closed.
@@ -255,11 +261,17 @@ class Watch:
         if not self._control.paused:
             self.pause()
         ran: list[Event] = []
+        steps = 0
         with blocking_wait(), self._changed:
-            while len(ran) < count:
-                halt = next(((id, on) for event, id, on in self._halts() if worker in (None, event.worker)), None)
-                if halt is not None:
-                    ran += self._let_go(*halt)
+            while steps < count:
+                halts = [(id, on) for event, id, on in self._halts() if worker in (None, event.worker)]
+                if halts and self._passes[halts[0][0]].mode == LOCAL:
+                    ran += self._let_all_go(halts[0][0], worker)
+                    steps += 1
+                elif halts:
+                    found = self._let_go(*halts[0])
+                    ran += found
+                    steps += len(found)
                 elif self.closed or not self._may_go_on(worker):
                     break
                 else:
@@ -292,6 +304,29 @@ class Watch:
             if self.closed or (seen.over and seen.complete):
                 return []
             self._changed.wait()
+
+    def _let_all_go(self, id: PassId, name: str | None) -> list[Event]:
+        """Let each worker of a local pass, or the one of that name, run one node; return their ``done`` events.
+
+        Returns earlier if those that have not ended their node seem to wait in it for others. The lock is held, and
+        released while waiting.
+        """
+        seen = self._passes[id]
+        gone: dict[int, tuple[int | None, int]] = {}  # by worker: its node, and how many it had run before
+        is_news = True
+        while True:
+            shares = {on: each for on, each in seen.shares.items() if name in (None, self._transport.name_of(on))}
+            for number, share in shares.items():
+                if share.at is not None and number not in gone:
+                    gone[number] = share.at.node, len(share.done)
+                    share.gone, share.at = share.halt, None
+                    self._transport.tell(number, messages.Go(id, self.context_id, share.halt))
+            ran = [event for on, (node, n) in gone.items() for event in shares[on].done[n:][:1] if event.node == node]
+            over = self.closed or (seen.over and seen.complete)
+            others_stand = bool(ran) or len(shares) < len(seen.shares)
+            if over or len(ran) == len(shares) or (others_stand and not is_news):
+                return ran
+            is_news = self._changed.wait(_WAITS_INSIDE_AFTER)
 
     def _steer(self, *, paused: bool = False, until: str = "", worker: str = "", node: int = -1) -> None:
         """Send a new `Control` to all workers of its passes; unless ``paused``, end all halts that are known."""
@@ -372,13 +407,13 @@ class Watch:
             except Exception:  # as in `prepare`
                 _log.exception("drawing a step of a pipeline failed; the step begins all the same")
 
-    def begin(self, id: PassId, mode: Mode) -> None:
+    def begin(self, id: PassId, mode: str) -> None:
         """Record that the pass ``id``, or a step of a pipeline, begins on this worker in the mode ``mode``.
 
-        The pass calls this. A second call changes nothing.
+        The pass calls this. A second call is for a worker that takes part later: a pass that was over is not any more.
         """
         with self._news():
-            self._record_of(id, mode)
+            self._record_of(id, mode).over = False
 
     def on_observed(self, message: messages.Observed, sender: int) -> None:
         """Handle ``message``, a batch of events of the worker ``sender``; on a closed watch, too.

@@ -189,6 +189,7 @@ class WorkerKernel:
         import torch
 
         from nbdist import autograd, rpc
+        from nbdist.autograd.passes.local_passes import local_passes
         from nbdist.cluster import spawning
         from nbdist.cluster.jupyter import labels
         from nbdist.cluster.jupyter.versions import answer_through_stream
@@ -223,6 +224,8 @@ class WorkerKernel:
             "__rank__": told.rank,  # the names in programs for nbdistributed
             "__world_size__": told.world_size,
         }
+        shell.events.register("pre_run_cell", local_passes.cell_begins)
+        shell.events.register("post_run_cell", local_passes.cell_ends)
         self._output = WorkerOutput(shell, given, self._collectives)
         self._pushed = PushedValues(shell)
 

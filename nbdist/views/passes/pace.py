@@ -58,6 +58,11 @@ class Pace:
             extra = min(self._costs) - _STEPS_SLOWED * statistics.median(self._others)
         return now - self._looked >= max(_SECONDS_BETWEEN, extra / _COST_SHARE)
 
+    @property
+    def typical(self) -> float:
+        """The seconds of a step that is not watched; 0 if none is known."""
+        return statistics.median(self._others) if self._others else 0.0
+
     def looks(self, now: float) -> None:
         """Note that the step that begins at ``now`` is watched."""
         self._looked, self._paying, self._paid = now, _STEPS_SLOWED, 0.0

@@ -1,4 +1,4 @@
-"""Tells a `Watcher` in the notebook about the contexts that other workers open, so that it can watch their passes too.
+"""Tells a `Watcher` in the notebook about contexts and local passes of other workers, so that it can watch them too.
 
 ::
 
@@ -8,6 +8,7 @@
                                               context, so the notebook enters the context too
                ---- a Watching, or None --->  the context is watched; it is not if the answer is None, or late
                <--- `show_plan` ------------  a pass is about to begin: its plan, while its graph still exists
+               <--- `join`, `leave` --------  a local pass begins, with its plan, and ends (`LocalScout`)
     hold       ---- `hold` ---------------->  pause every pass before its first node, or stop that
     call_back  ---- `end` ----------------->  drops the `Scout`
 
@@ -24,26 +25,27 @@ import threading
 import time
 import weakref
 from collections.abc import Sequence
+from contextlib import ExitStack
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from nbdist.autograd import api
 from nbdist.autograd.graph import messages
 from nbdist.autograd.graph.edges import Node
-from nbdist.autograd.graph.messages import Watching
+from nbdist.autograd.graph.messages import Head, Watching
 from nbdist.autograd.graph.traces import Plan
 from nbdist.autograd.inspection import plan_from
 from nbdist.autograd.passes.context import Context
 from nbdist.errors import NbdistError
 from nbdist.rpc.api import current_agent
 from nbdist.rpc.asking import WorkerAnswers, ask_each
+from nbdist.views.passes.local_scout import LocalHome, LocalScout
 from nbdist.views.passes.pace import Pace
 from nbdist.wire.messages import Record
 
 if TYPE_CHECKING:
-    from typing import Protocol
 
-    class WatcherLike(Protocol):
+    class WatcherLike(LocalHome, Protocol):
         """The methods of a `Watcher` that scouts need."""
 
         def look_at(self, context: Context, opened: int) -> Watching | None:
@@ -51,6 +53,9 @@ if TYPE_CHECKING:
 
         def plan(self, context_id: int, root: int, plan: Plan) -> None:
             """Store the plan of a pass that is about to begin on the worker with the incarnation ``root``."""
+
+        def forget(self, worker: int) -> None:
+            """End the shares of local passes on a lost worker."""
 
 
 _ANSWER_SECONDS = 2.0  # a worker or a context for which no answer comes in time is not watched
@@ -68,16 +73,18 @@ class Scouts:
         self._contexts = api.recorder().contexts
         self._home = weakref.ref(home)
         self._key = f"{self._agent.me.incarnation}.{next(_numbers)}"
-        self._agent.named.publish(f"watcher {self._key}", self, "ask", "show_plan")
+        self._agent.named.publish(f"watcher {self._key}", self, "ask", "show_plan", "join", "leave", "is_due")
         self._called_back = False
         self._including = threading.Lock()  # held while `_workers` gets its records
         self._held = held
         self._numbers = itertools.count(1)
         with self._including:
             # `on_joined` first, so that no worker is missed; `include` waits for the lock.
-            self._heard = self._agent.on_joined(partial(_on_joined, weakref.ref(self)))
+            self._listening = ExitStack()
+            self._listening.callback(self._agent.on_joined(partial(_on_joined, weakref.ref(self))))
+            self._listening.callback(self._agent.on_lost(partial(_on_lost, weakref.ref(self))))
             self._workers = [record for record in self._agent.members() if record != self._agent.me]
-        weakref.finalize(self, self._heard).atexit = False
+        weakref.finalize(self, self._listening.close).atexit = False
         # A worker that is gone or busy: its passes are not seen.
         self._send_out(self._workers, held).or_raise(but=RuntimeError)
 
@@ -106,9 +113,13 @@ class Scouts:
             self._held = held
             self._tell(self._workers, "hold", next(self._numbers), held)
 
+    def watch(self, number: int) -> None:
+        """Tell all scouts to watch the local pass with this number, too. Does not wait for them."""
+        self._tell(self._workers, "watch", number)
+
     def call_back(self) -> None:
         """Tell the scouts to report no more contexts. Does not wait for them; a second call does nothing."""
-        self._heard()
+        self._listening.close()
         if not self._called_back:
             self._called_back = True
             self._tell(self._workers, "end")
@@ -133,11 +144,33 @@ class Scouts:
         if (home := self._home()) is not None and not self._called_back:
             home.plan(context_id, root, plan)
 
+    def join(self, worker: int, number: int, plan: Plan) -> Head | None:
+        """See `LocalHome`. Returns None also if the watcher is gone."""
+        home = self._home()
+        return home.join(worker, number, plan) if home is not None and not self._called_back else None
+
+    def leave(self, worker: int, number: int, error: str, batches: int) -> None:
+        """See `LocalHome`."""
+        if (home := self._home()) is not None:
+            home.leave(worker, number, error, batches)
+
+    def is_due(self, number: int) -> None:
+        """See `LocalHome`."""
+        if (home := self._home()) is not None:
+            home.is_due(number)
+
 
 def _on_joined(known: weakref.ref[Scouts], record: Record) -> None:
     scouts: Scouts | None = known()
     if scouts is not None:
         scouts._agent.submit(partial(scouts.include, record))  # not in this thread: it waits for the worker
+
+
+def _on_lost(known: weakref.ref[Scouts], record: Record, why: str) -> None:
+    scouts: Scouts | None = known()
+    home = scouts._home() if scouts is not None else None
+    if home is not None:
+        home.forget(record.incarnation)
 
 
 # -- on the other workers -------------------------------------------------------------------------
@@ -155,23 +188,45 @@ class Scout:
         self._agent = current_agent()
         self._recorder = api.recorder()
         self._home = self._agent.at(home.name, f"watcher {key}")
+        self._local = LocalScout(self._recorder, self, held)
         self._pace = Pace()
         self._opened = 0
         self._due = set[int]()  # threads that are opening a context that will be watched
         self._lock = threading.Lock()
         self._forget = self._recorder.when_opened(self._on_context, self._decide)
         self._heard = self._agent.on_lost(lambda lost, _: self.end() if lost.incarnation == home.incarnation else None)
-        self._agent.named.publish(f"scout {key}", self, "hold", "end")
+        self._agent.named.publish(f"scout {key}", self, "hold", "watch", "end")
 
     def hold(self, version: int, held: bool) -> None:
         """Pause every pass before its first node, or stop that. The call with the last version counts."""
         if version > self._told:  # otherwise a later call has overtaken this one
             self._told, self._held = version, held
+            self._local.held = held
+
+    def watch(self, number: int) -> None:
+        """Watch the local pass with this number, too."""
+        self._local.watch(number)
+
+    # What the local scout asks of its `LocalHome`.
+
+    def join(self, worker: int, number: int, plan: Plan) -> Head | None:
+        """Ask the notebook whether to watch the local pass that begins, and return its answer."""
+        head: Head | None = self._call("join", worker, number, plan)
+        return head
+
+    def leave(self, worker: int, number: int, error: str, batches: int) -> None:
+        """Tell the notebook that a local pass has ended here."""
+        self._home.cast("leave", worker, number, error, batches)
+
+    def is_due(self, number: int) -> None:
+        """Have the notebook tell all workers to watch a later local pass."""
+        self._home.cast("is_due", number)
 
     def end(self) -> None:
         """Report no more contexts; doing this twice is harmless."""
         self._forget()
         self._heard()
+        self._local.end()
 
     def _decide(self) -> bool:
         """Return whether to watch the context that the calling thread is about to open; `_on_context` uses the note."""

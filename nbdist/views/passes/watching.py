@@ -4,9 +4,14 @@
     with dist_autograd.context() as context_id:
         dist_autograd.backward(context_id, [loss])
 
+    %%watch
+    %%remote
+    loss.backward()
+
 A `Watcher` is a handle on one pass: the pass under way, or the last one. It pauses, steps and runs the pass, and views
 draw it. It watches the contexts that threads of this process open while the cell runs, and the contexts that other
-workers open, as a training loop in `%%remote` does (`nbdist.views.passes.scouts`). If there are many contexts in a row,
+workers open, as a training loop in `%%remote` does (`nbdist.views.passes.scouts`). Of local passes, by torch's own
+``backward()``, it sees those of a step on all workers as one (`nbdist.views.passes.joint`). If there are many in a row,
 it watches only some of them (`nbdist.views.passes.pace`), so that a training loop is not slowed down; if passes must
 pause, it watches all. If several passes run at the same time, the handle stays on one until it is over, and then turns
 to another.
@@ -33,15 +38,18 @@ from weakref import WeakValueDictionary
 from nbdist.autograd import api
 from nbdist.autograd.graph.edges import Node
 from nbdist.autograd.graph.events import Event, Pass
-from nbdist.autograd.graph.messages import Mode, PassId, Watching
+from nbdist.autograd.graph.messages import Head, Mode, PassId, Watching
 from nbdist.autograd.graph.traces import Plan, Trace, planned
 from nbdist.autograd.inspection import plan_from, trace
 from nbdist.autograd.passes.context import Context
-from nbdist.autograd.watching.watcher import Until, Watch
+from nbdist.autograd.passes.local_passes import local_passes
+from nbdist.autograd.watching.watcher import LOCAL, Until, Watch
 from nbdist.errors import UsageError
 from nbdist.rpc.waits import blocking_wait
 from nbdist.views.passes import page, report
 from nbdist.views.passes.backward import Backward
+from nbdist.views.passes.joint import JointPass
+from nbdist.views.passes.local_scout import LocalScout
 from nbdist.views.passes.pace import Pace
 from nbdist.views.passes.scouts import Scouts
 
@@ -49,8 +57,8 @@ T = TypeVar("T")
 
 _LAST_REPORTS_SECONDS = 0.5  # at the end of a cell, for the last reports of other workers about a pass
 _NOTHING = (
-    " without a pass to show. This view shows backward passes over several workers, by dist_autograd.backward, and "
-    "steps of pipelines. It does not show a local `loss.backward()`, also not on workers"
+    " without a pass to show: no worker began a `backward()`, a pass by dist_autograd or a step of a pipeline in the "
+    "cell. What autograd.grad computes is not shown"
 )
 
 _cells: WeakValueDictionary[int, Watcher] = WeakValueDictionary()  # by the ident of the thread that runs the cell
@@ -94,14 +102,19 @@ class Watcher:
         """True once the watcher is closed, or the user's own watch has ended. Only the watcher sets it."""
         self._changed = threading.Condition(threading.RLock())
         self._thread: threading.Thread | None = None
+        self._noting = contextlib.ExitStack()  # of the cell's thread
         # The thread that runs the cell; it must not wait for a pass that it would have to begin itself.
         self._own = threading.get_ident() if given is None else 0
         self._given = given  # the user's own watch, if this watcher was made for one
         self._recorder = api.recorder()
         self._forget: Callable[[], None] = lambda: None
         self._scouts: Scouts | None = None
+        self._local: LocalScout | None = None
+        self._joint: dict[int, JointPass] = {}  # by number
+        self._next_joint = 1  # the number of the next local pass that all workers watch
         if given is None:
             self._forget = self._recorder.when_opened(self._on_context, self._decide)
+            self._local = LocalScout(self._recorder, self, paused)
             self._scouts = Scouts(self, held=paused)
 
     @classmethod
@@ -117,6 +130,7 @@ class Watcher:
 
     def __enter__(self) -> Watcher:
         _cells.setdefault(self._own, self)  # of several watchers in one thread, the outermost counts
+        self._noting.enter_context(local_passes.noted())
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
@@ -124,6 +138,7 @@ class Watcher:
 
     def _end(self, error: BaseException | None) -> None:
         """Close; after a cell without an error, first wait a moment for the last reports of workers about the pass."""
+        self._noting.close()
         with blocking_wait(), self._changed:
             if error is None and self._watch is not None:
                 self._changed.wait_for(lambda: self._watch is None or self._watch.complete, _LAST_REPORTS_SECONDS)
@@ -140,10 +155,13 @@ class Watcher:
         self._forget()
         if _cells.get(self._own) is self:  # else it is an outer watcher's
             del _cells[self._own]
-        if self._scouts is not None:
+        if self._scouts is not None and self._local is not None:
             self._scouts.call_back()
+            self._local.end()
         for watch in watches:
             watch.close()
+        for joint in self._joint.values():
+            self._recorder.close(joint.context)
         self._plans.clear()
         self._wake_and_tell()
 
@@ -159,7 +177,8 @@ class Watcher:
             self._own = threading.get_ident()
             _cells[self._own] = self
             try:
-                cell()
+                with local_passes.noted():
+                    cell()
             except BaseException as error:  # the user's cell: `wait` raises whatever it raised
                 self.error = error
             finally:
@@ -258,8 +277,8 @@ class Watcher:
         """
         with self._changed:
             watch, found = self._watch, self._pass
-        of_step = found is not None and found.plan.trace.of_step
-        if watch is not None and not watch.closed and not of_step:
+        is_whole = found is not None and (found.plan.trace.of_step or (self.last and self.last.mode == LOCAL))
+        if watch is not None and not watch.closed and not is_whole:
             with contextlib.suppress(UsageError):  # the context has just ended
                 return trace(watch.context_id)
         if found is None:
@@ -313,8 +332,9 @@ class Watcher:
 
     def _tell_scouts(self) -> None:
         """Tell other workers whether to pause the passes of contexts that they open later. Does not wait for them."""
-        if self._scouts is not None and not self.ended:
-            self._scouts.hold(self._must_halt())
+        if self._scouts is not None and self._local is not None and not self.ended:
+            self._local.held = self._must_halt()
+            self._scouts.hold(self._local.held)
 
     def _open(self) -> Watch | None:
         """Return the watch of the pass under way or the last one; None if there is none, or the watch is closed."""
@@ -406,6 +426,8 @@ class Watcher:
         more = f"; {self.count} contexts until now" if self.count > 1 else ""
         of_step = found is not None and found.plan.trace.of_step
         kind = f"pipeline step of {seen.root}" if of_step else f"{seen.mode.upper()} pass of {seen.root}"
+        if seen.mode == LOCAL:
+            kind = f"backward() on {', '.join(found.plan.workers) if found is not None else ''}"
         return f"{kind}: {ran} of {total} nodes, {self.state}{error}{more}"
 
     def __repr__(self) -> str:
@@ -456,6 +478,52 @@ class Watcher:
         watch = self._recorder.passes.observing.watch(context, paused=self._must_halt(), norms=self._norms)
         self._follow(watch)
         return watch.watching
+
+    # -- local passes, as their scouts call it ------------------------------------------------------
+
+    def join(self, worker: int, number: int, plan: Plan) -> Head | None:
+        """Let a share of local pass ``number`` begin on a worker; return None not to watch it."""
+        with self._changed:
+            if self.ended or _cells.get(threading.get_ident(), self) is not self:
+                return None
+            joint = self._joint.get(number)
+            if joint is None:
+                if not (self._must_halt() or not self.under_way):
+                    return None
+                context = self._recorder.contexts.new()
+                observing = self._recorder.passes.observing
+                watch = observing.watch(context, paused=self._must_halt(), norms=self._norms)
+                joint = self._joint[number] = JointPass(number, context, watch, observing)
+                self._follow(watch)
+            head = joint.join(worker, plan)
+            if joint.watch is self._watch:
+                self._pass = joint.backward(self._names())
+        joint.watch.begin(joint.id, LOCAL)
+        return head
+
+    def leave(self, worker: int, number: int, error: str, batches: int) -> None:
+        """Note that a share has ended, with an error's text if it failed, after so many batches of events."""
+        with self._changed:
+            if (joint := self._joint.get(number)) is not None:
+                joint.leave(worker, error and f"{error} ({self._recorder.transport.name_of(worker)})", batches)
+
+    def forget(self, worker: int) -> None:
+        """End the shares of a lost worker."""
+        for number, joint in list(self._joint.items()):
+            if worker in joint.running:
+                self.leave(worker, number, "WorkerLost: the worker is gone", 0)
+
+    def is_due(self, number: int) -> None:
+        """Have all workers watch their local pass ``number``, unless they will watch an earlier one."""
+        with self._changed:
+            if number <= self._next_joint + 1 or self._scouts is None or self._local is None or self.under_way:
+                return
+            self._next_joint = number
+        self._local.watch(number)
+        self._scouts.watch(number)
+
+    def _names(self) -> list[str]:
+        return [record.name for record in self._recorder.membership.members()]
 
     def plan(self, context_id: int, root: int, plan: Plan) -> None:
         """Store the plan of a pass that begins now on the worker ``root``, an incarnation, if it is watched here."""
@@ -528,6 +596,8 @@ class Watcher:
         self._watch, self._id = watch, id
         root, found = self._plans.pop(watch, (None, None))
         self._pass = found if root == id.root else None  # else that plan is of another worker's pass
+        if (joint := next((joint for joint in self._joint.values() if joint.watch is watch), None)) is not None:
+            self._pass = joint.backward(self._names())
         if self._pass is None:
             self._recorder.transport.submit(partial(self._on_begin_elsewhere, watch, id))
 

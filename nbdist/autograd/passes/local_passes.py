@@ -1,0 +1,91 @@
+"""Local passes, torch's own ``backward()`` in this process, as far as somebody watches them.
+
+Whoever watches is asked before each local pass (`LocalPasses.follow`), and may return a block in which it runs. A
+``backward()`` inside of a node, as of a reentrant checkpoint, belongs to that node; ``autograd.grad`` is no pass.
+
+Lines are noted in a cell while somebody wants them for the next pass: the forward pass is over when a pass begins.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Any
+
+from nbdist.autograd.graph.edges import GraphEdge
+from nbdist.autograd.graph.noting import noted
+from nbdist.torch_private import graph_task
+
+Look = Callable[[Sequence[GraphEdge]], AbstractContextManager[None] | None]
+
+_log = logging.getLogger("nbdist.autograd")
+
+
+class _PerThread(threading.local):
+    is_unseen = False
+
+
+class LocalPasses:
+    """The watchers of the local passes of this process."""
+
+    def __init__(self) -> None:
+        self._thread = _PerThread()
+        self._followers: list[tuple[Look, Callable[[], bool]]] = []
+        self._cell = ExitStack()  # of the main thread
+
+    def follow(self, look: Look, wants_lines: Callable[[], bool]) -> Callable[[], None]:
+        """Call ``look(roots)`` before each local pass, by its thread; return a function that ends that.
+
+        The pass runs in the block that ``look`` returns, or unseen if it returns None. ``wants_lines()`` tells whether
+        it would watch a pass of what is computed now.
+        """
+        follower = look, wants_lines
+        self._followers.append(follower)
+
+        def forget() -> None:
+            if follower in self._followers:
+                self._followers.remove(follower)
+
+        return forget
+
+    def around(self, roots: Sequence[Any], edge_of: Callable[[Any], GraphEdge]) -> AbstractContextManager[None]:
+        """Return the block in which a local pass from these roots runs."""
+        if self._followers and graph_task() < 0 and not self._thread.is_unseen:
+            edges = list(map(edge_of, roots))
+            for look, _ in list(self._followers):
+                try:
+                    if (block := look(edges)) is not None:
+                        return block
+                except Exception:  # of a view, whatever it is: a drawing must not fail the user's pass
+                    _log.exception("a backward pass is not watched, because its drawing failed")
+        return nullcontext()
+
+    @contextmanager
+    def unseen(self) -> Iterator[None]:
+        """Show nobody the passes of the calling thread in the block: they are a part of what is shown otherwise."""
+        outer, self._thread.is_unseen = self._thread.is_unseen, True
+        try:
+            yield
+        finally:
+            self._thread.is_unseen = outer
+
+    def noted(self) -> AbstractContextManager[None]:
+        """Return a block in which the calling thread notes lines, while somebody wants them."""
+        return noted(wanted=self._wants_lines) if self._followers else nullcontext()
+
+    def _wants_lines(self) -> bool:
+        return any(wants() for _, wants in self._followers)
+
+    def cell_begins(self, *_: object) -> None:
+        """Note lines in the main thread from now on, if somebody watches. A worker's shell calls this."""
+        self.cell_ends()  # of a cell inside of which this one runs
+        self._cell.enter_context(self.noted())
+
+    def cell_ends(self, *_: object) -> None:
+        """Stop what `cell_begins` has begun."""
+        self._cell.close()
+
+
+local_passes = LocalPasses()

@@ -1,0 +1,52 @@
+"""`JointPass`: one local pass of each worker, drawn and steered as one."""
+
+from __future__ import annotations
+
+from nbdist.autograd.graph.messages import Head, PassId
+from nbdist.autograd.graph.traces import Plan, Trace
+from nbdist.autograd.passes.context import Context
+from nbdist.autograd.passes.observing import Observing
+from nbdist.autograd.watching.watcher import Watch
+from nbdist.views.passes.backward import Backward
+
+
+class JointPass:
+    """The passes with one number, counted on each worker since the cell began: those of a step of DDP or FSDP.
+
+    It has a context of its own for its watch. Any worker may join late, also when the others have ended. The caller
+    holds a lock.
+    """
+
+    def __init__(self, number: int, context: Context, watch: Watch, observing: Observing) -> None:
+        self.context = context
+        self.watch = watch
+        self.id = PassId(context.maker, number)
+        self._observing = observing
+        self._plans: dict[str, Plan] = {}
+        self.running: set[int] = set()
+        """The workers on which it runs, by incarnation."""
+        self._batches: dict[int, int] = {}  # by worker: those that the watch must await
+        self._error = ""
+
+    def join(self, worker: int, plan: Plan) -> Head:
+        """Add the share of a worker that begins now; return what it needs to observe the share."""
+        self._plans.update(dict.fromkeys(plan.trace.nodes, plan))
+        self.running.add(worker)
+        return Head(self.id, self.context.id, True, False, False, self.id.number, self.watch.watching)
+
+    def backward(self, order: list[str]) -> Backward:
+        """Return the plan of all shares, with the workers in this order."""
+        plans = {name: self._plans[name] for name in order if name in self._plans}
+        trace = Trace(self.context.id, {name: plan.trace.nodes[name] for name, plan in plans.items()})
+        roots = [key for plan in plans.values() for key in plan.roots]
+        waits_for = {key: count for plan in plans.values() for key, count in plan.waits_for.items()}
+        return Backward(Plan(trace, roots, waits_for, [], []))
+
+    def leave(self, worker: int, error: str, batches: int) -> None:
+        """Note that a worker's share has ended, and how; the pass is over when no share runs."""
+        self.running.discard(worker)
+        self._batches[worker] = batches
+        self._error = self._error or error
+        if not self.running:
+            head = Head(self.id, self.context.id, True, False, False, self.id.number, self.watch.watching)
+            self._observing.tell_over(head, self.context, self._error, self._batches)

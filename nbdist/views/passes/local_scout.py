@@ -1,0 +1,104 @@
+"""`LocalScout`: has the local passes of one process observed, those that a `Watcher` wants to see."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Protocol
+
+from nbdist.autograd import api
+from nbdist.autograd.graph.edges import GraphEdge
+from nbdist.autograd.graph.messages import Head
+from nbdist.autograd.graph.numbers import NodeNumbers
+from nbdist.autograd.graph.traces import Plan
+from nbdist.autograd.inspection import plan_local
+from nbdist.autograd.passes.local_passes import local_passes
+from nbdist.autograd.recorder import Recorder
+from nbdist.views.passes.pace import Pace
+
+_TOLD_WITHIN = 0.1  # seconds until all workers know which pass is watched next
+
+
+class LocalHome(Protocol):
+    """The methods of a `Watcher` that local scouts need: called in the notebook, and by RPC from workers."""
+
+    def join(self, worker: int, number: int, plan: Plan) -> Head | None:
+        """Let a share of local pass ``number`` begin on a worker; return None not to watch it."""
+
+    def leave(self, worker: int, number: int, error: str, batches: int) -> None:
+        """Note that the share has ended, with an error's text if it failed, after so many batches of events."""
+
+    def is_due(self, number: int) -> None:
+        """Have all workers watch their local pass ``number``."""
+
+
+class LocalScout:
+    """Counts the local passes of this process, and asks a `Watcher` about those that are watched.
+
+    All workers watch the passes of the same numbers, so that those of one step of DDP are seen together: the first,
+    those that a worker finds due (`Pace`), and all while passes must pause.
+    """
+
+    def __init__(self, recorder: Recorder, home: LocalHome, held: bool) -> None:
+        self.held = held
+        """True while every pass is watched, because it must pause. The owner sets it."""
+        self._recorder = recorder
+        self._home = home
+        self._pace = Pace()
+        self._count = 0
+        self._next = 1  # the number of the next pass to watch
+        self._lock = threading.Lock()
+        self.end = local_passes.follow(self._look, self._wants_lines)
+        """Ends the work."""
+
+    def watch(self, number: int) -> None:
+        """Watch the pass with this number, too."""
+        self._next = max(self._next, number)
+
+    def _wants_lines(self) -> bool:
+        return self.held or self._count + 1 == self._next
+
+    def _look(self, roots: Sequence[GraphEdge]) -> AbstractContextManager[None] | None:
+        if api.recorder() is not self._recorder:  # in a process of several agents: the thread is another one's
+            return None
+        now = time.monotonic()
+        with self._lock:
+            self._count += 1
+            number = self._count
+            self._pace.begins(now)
+            watched = self.held or number == self._next
+            if watched:
+                self._pace.looks(now)
+            elif not (number > self._next and self._pace.is_due(now)):
+                return None
+        if watched:
+            return self._share(number, roots)
+        self._home.is_due(number + 2 + int(_TOLD_WITHIN / max(self._pace.typical, _TOLD_WITHIN / 100)))
+        return None
+
+    def _share(self, number: int, roots: Sequence[GraphEdge]) -> AbstractContextManager[None] | None:
+        here, numbers = self._recorder, NodeNumbers()
+        with here.contexts.outside():
+            head = self._home.join(here.me, number, plan_local(numbers, roots))
+        context = here.contexts.enter(head.context, head.id.root) if head is not None else None
+        if head is None or context is None:
+            return None
+        context.numbers = numbers
+
+        def ended(error: str, batches: int) -> None:
+            with here.contexts.outside():
+                self._home.leave(here.me, number, error, batches)
+
+        @contextmanager
+        def observed() -> Iterator[None]:
+            try:
+                with here.passes.observing.observed_local(head, context, roots, ended):
+                    yield
+            finally:
+                context.numbers = NodeNumbers()  # it keeps the nodes of the graph alive
+                if context.maker != here.me:
+                    here.contexts.release(context.id, context.maker)
+
+        return observed()

@@ -1,0 +1,222 @@
+"""torch's own ``backward()``, watched: on real workers with DDP and FSDP2, and in the notebook."""
+
+import os
+import signal
+import threading
+import time
+
+import pytest
+import torch
+from helpers.waiting import wait_for_error, wait_until
+
+import nbdist
+from nbdist.views.passes import report
+from nbdist.views.passes.watching import Watcher
+
+MODELS = """
+import threading, time, torch
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+torch.manual_seed(0)
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 4)
+    def forward(self, x):
+        h = torch.relu(self.first(x))
+        return self.last(h)
+
+def gradients(model):
+    return [getattr(p.grad, "full_tensor", lambda: p.grad)() for p in model.parameters()]
+
+plain, sharded = Net(), Net()
+sharded.load_state_dict(plain.state_dict())
+ddp = DistributedDataParallel(plain)
+for layer in (sharded.first, sharded.last, sharded):
+    fully_shard(layer)
+torch.manual_seed(rank)
+x = torch.randn(5, 8)
+"""
+STEP = """
+model = {0}
+model.zero_grad()
+loss = {0}(x).pow(2).mean()
+loss.backward()
+"""
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    with nbdist.Cluster(3, backend="gloo") as cluster:
+        cluster.execute(MODELS)
+        yield cluster
+
+
+def told(watcher):
+    return "\n".join(report.as_text(watcher.backward))
+
+
+@pytest.mark.parametrize("model", ["ddp", "sharded"])
+def test_a_step_of_all_workers_is_one_pass(cluster, model):
+    with Watcher() as watcher:
+        cluster.execute(STEP.format(model))
+    assert watcher.state == "over"
+    found = watcher.backward
+    assert found.plan.workers == ["worker0", "worker1", "worker2"]
+    assert [share.done for share in found.shares()] == [share.nodes for share in found.shares()]
+    lines = {node.line for node in found.nodes.values() if node.kind == "operation"}
+    assert any(line.endswith("h = torch.relu(self.first(x))") for line in lines)
+    assert any(line.endswith(f"loss = {model}(x).pow(2).mean()") for line in lines)
+
+
+@pytest.mark.parametrize("model", ["ddp", "sharded"])
+def test_stepping_changes_no_gradient(cluster, model):
+    cluster.execute(STEP.format(model) + "expected = gradients(model)")
+    watcher = Watcher(paused=True)
+    cell = cluster.execute(STEP.format(model) + "seen = gradients(model)", block=False)
+    with watcher:
+        wait_until(lambda: watcher.backward is not None and len(watcher.backward.plan.workers) == 3, "all workers")
+        steps = 0
+        while watcher.under_way:
+            ran = watcher.step()
+            assert len({event.worker for event in ran}) == len(ran)  # one node on each worker
+            steps += 1
+        assert steps >= max(share.nodes for share in watcher.backward.shares())
+        assert wait_for_error(cell) is None
+    assert all(cluster.evaluate("all(map(torch.equal, expected, seen))"))
+
+
+def test_a_worker_that_comes_late_joins_the_pass(cluster):
+    with Watcher() as watcher:
+        cluster.execute("if rank == 1: time.sleep(1)\n" + STEP.format("plain"))
+    assert watcher.backward.plan.workers == ["worker0", "worker1", "worker2"]
+    assert watcher.state == "over"
+
+
+def test_a_loop_goes_on_with_all_its_passes_and_a_few_are_watched(cluster):
+    with Watcher() as watcher:
+        cluster.execute("for step in range(300):" + STEP.format("ddp").replace("\n", "\n    "))
+    assert watcher.state == "over"
+    assert watcher.backward.plan.workers == ["worker0", "worker1", "worker2"]
+    assert len(watcher._joint) < 30
+
+
+@pytest.mark.parametrize(
+    ("cell", "node", "line"),
+    [
+        (
+            "w = torch.ones(3, requires_grad=True)\ny = w.exp()\nz = y.sum()\nif rank == 1: y.add_(1)\nz.backward()",
+            "Exp",
+            "y = w.exp()",
+        ),
+        (
+            "class Mine(torch.autograd.Function):\n"
+            "    @staticmethod\n"
+            "    def forward(ctx, x): return x * 1\n"
+            "    @staticmethod\n"
+            "    def backward(ctx, g):\n"
+            "        if rank == 1: raise ValueError('mine')\n"
+            "        return g\n"
+            "w = torch.ones(3, requires_grad=True)\n"
+            "y = Mine.apply(w)\n"
+            "y.sum().backward()",
+            "Mine",
+            "y = Mine.apply(w)",
+        ),
+        (
+            "class Short(torch.autograd.Function):\n"
+            "    @staticmethod\n"
+            "    def forward(ctx, x): return x * 1\n"
+            "    @staticmethod\n"
+            "    def backward(ctx, g): return g[:2] if rank == 1 else g\n"
+            "w = torch.ones(3, requires_grad=True)\n"
+            "y = Short.apply(w)\n"
+            "y.sum().backward()",
+            "Short",
+            "y = Short.apply(w)",
+        ),
+    ],
+    ids=["in-place", "raises", "wrong shape"],
+)
+def test_a_pass_that_fails_keeps_its_node(cluster, cell, node, line):
+    with Watcher() as watcher:
+        failed = cluster.execute(cell, block=False)
+        assert wait_for_error(failed) is not None
+        wait_until(lambda: watcher.state == "failed", "the failure")
+    [said] = [text for text in told(watcher).splitlines() if "failed at" in text]
+    assert f"the pass failed at {node}@worker1" in said
+    assert line in said
+
+
+def test_an_inner_backward_belongs_to_its_node(cluster):
+    with Watcher() as watcher:
+        cluster.execute(
+            "from torch.utils.checkpoint import checkpoint\n"
+            "w = torch.ones(3, requires_grad=True)\n"
+            "checkpoint(torch.exp, w, use_reentrant=True).sum().backward()"
+        )
+    assert watcher.last.number == 1
+    assert "CheckpointFunctionBackward" in {node.name for node in watcher.backward.nodes.values()}
+
+
+def test_an_interrupt_ends_a_paused_pass(cluster):
+    with Watcher(paused=True) as watcher:
+        cell = cluster.execute("w = torch.ones(3, requires_grad=True)\nw.exp().sum().backward()", block=False)
+        wait_until(lambda: watcher.under_way and watcher.step(), "a step")
+        cluster.interrupt()
+        assert "KeyboardInterrupt" in repr(wait_for_error(cell))
+    cluster.execute("w.exp().sum().backward()")  # nothing halts it
+
+
+def test_a_pass_of_the_notebook(cluster):
+    with Watcher() as watcher:
+        w = torch.ones(3, requires_grad=True)
+        (w * 2).exp().sum().backward()
+    assert watcher.backward.plan.workers == ["notebook"]
+    assert "(w * 2).exp().sum().backward()" in told(watcher)
+    assert torch.allclose(w.grad, 2 * torch.exp(torch.full((3,), 2.0)))
+
+
+def test_a_pass_of_another_thread(cluster):
+    def compute():
+        torch.ones(3, requires_grad=True).exp().sum().backward()
+
+    with Watcher() as watcher:
+        thread = threading.Thread(target=compute)
+        thread.start()
+        thread.join()
+    assert watcher.state == "over"
+
+
+def test_what_is_computed_in_a_compiled_model_is_one_node(cluster):
+    with Watcher() as watcher:
+        model = torch.compile(torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Tanh()), backend="aot_eager")
+        model(torch.ones(2, 3)).sum().backward()
+    assert "CompiledFunctionBackward" in {node.name for node in watcher.backward.nodes.values()}
+
+
+def test_a_node_of_an_earlier_cell(cluster):
+    layer = torch.nn.Linear(3, 1)
+    y = layer(torch.ones(2, 3))
+    with Watcher() as watcher:
+        (y * 2).sum().backward()
+    lines = {node.name: (node.module, node.line) for node in watcher.backward.nodes.values()}
+    assert lines["AddmmBackward0"] == ("Linear", "made before this cell")
+    assert lines["MulBackward0"][1].endswith("(y * 2).sum().backward()")
+
+
+def test_the_death_of_a_worker_ends_its_share(cluster):
+    watcher = Watcher(paused=True)
+    with watcher:
+        cell = cluster.execute(
+            "import os\nw = torch.ones(3, requires_grad=True)\nw.exp().sum().backward()", block=False
+        )
+        wait_until(lambda: watcher.backward is not None and len(watcher.backward.plan.workers) == 3, "all workers")
+        os.kill(next(worker.pid for worker in cluster.workers if worker.name == "worker2"), signal.SIGKILL)
+        time.sleep(0.5)
+        watcher.run()
+        wait_for_error(cell)
+        wait_until(lambda: watcher.state in ("failed", "over"), "the end")
+    assert "worker2" in watcher.told()
