@@ -504,6 +504,57 @@ def test_other_large_globals_warn_too(value):
         codec.encode(sender.f, by_value=True)
 
 
+MADE = """
+import functools, torch
+def make(weights):
+    small = 1
+    def closure(): return weights, small
+    return closure
+def default(x, weights=torch.zeros(1 << 19), rate=0): return weights
+def keyword(*, weights=torch.zeros(1 << 19)): return weights
+def plain(weights, x): return weights
+lambdas = [lambda weights=torch.zeros(1 << 19): weights]
+"""
+
+
+@pytest.mark.parametrize(
+    ("made", "told"),
+    [
+        ("make(torch.zeros(1 << 19))", r"make\.<locals>\.closure uses the captured variable 'weights' of 2\.1 MB"),
+        ("default", "default uses the default argument 'weights' of"),
+        ("keyword", "keyword uses the default argument 'weights' of"),
+        ("lambdas[0]", "<lambda> uses the default argument 'weights' of"),
+        ("functools.partial(plain, torch.zeros(1 << 19))", r"partial\(plain\) uses the argument 'args\[0\]' of"),
+        ("functools.partial(plain, x=torch.zeros(1 << 19))", r"partial\(plain\) uses the argument 'x' of"),
+        ("functools.partial(max, torch.zeros(1 << 19))", r"partial\(max\) uses the argument 'args\[0\]' of"),
+    ],
+)
+def test_other_large_values_of_a_function_warn_with_their_names(made, told):
+    sender = Main(f"{MADE}\nmade = {made}")
+    with sender.active():
+        with pytest.warns(UserWarning, match=told) as warned:
+            codec.encode(sender.made, by_value=True)
+        assert len(warned) == 1
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            codec.encode(sender.made, by_value=True)
+
+
+@pytest.mark.parametrize("made", ["make(torch.zeros(9))", "functools.partial(plain, torch.zeros(9), x=[1])"])
+def test_small_values_of_a_function_do_not_warn(made):
+    sender = Main(f"{MADE}\nmade = {made}")
+    with sender.active(), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        codec.encode(sender.made, by_value=True)
+
+
+def test_a_captured_variable_without_a_value_does_not_warn():
+    sender = Main("def make():\n    def inner(): return later\n    return inner\n    later = 1\nmade = make()")
+    with sender.active(), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        codec.encode(sender.made, by_value=True)
+
+
 def test_a_function_that_goes_by_name_takes_no_global_along():
     sender = Main("import torch\nweights = torch.zeros(1 << 20)\ndef f(): return weights")
     with sender.active(), warnings.catch_warnings():

@@ -7,7 +7,7 @@
 `registered`     types and reducers that higher layers add
 `culprit`        finds the part of a value that cannot be pickled
 `scripts`        recognises code of TorchScript
-`large_globals`  warns about large globals that travel with functions
+`large_values`   warns about large values that travel with functions
 `classes`        rebuilds classes that came by value
 `pickler`        pickles any value
 `unpickler`      rebuilds what `pickler` and `nbdist.wire.encoding` have pickled

@@ -23,7 +23,7 @@ from nbdist.code_places import CELLS
 from nbdist.errors import EncodeError
 from nbdist.wire.messages import Fork
 from nbdist.wire.pickling import classes, definitions, names, stand_ins
-from nbdist.wire.pickling.large_globals import warn_of_large_globals
+from nbdist.wire.pickling.large_values import warn_of_large_values
 from nbdist.wire.pickling.registered import Forker, reducers, reference_types
 from nbdist.wire.pickling.scripts import is_script_function, is_script_module
 from nbdist.wire.tensors import OWN_FRAME_BYTES, Buffer, TensorPacker, is_packable, refuse_uncarried
@@ -137,6 +137,8 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no 
             return self._definition(obj)
         if kind is _ByValue:
             return self._value(obj.definition)
+        if kind is functools.partial:
+            warn_of_large_values(obj)
         if isinstance(obj, BaseException):
             return _reduce_exception(obj)
         if isinstance(obj, torch.nn.Module):
@@ -218,7 +220,7 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no 
     def _value(self, definition: Any) -> Any:
         """Return how to pickle a function or class of ``__main__`` by value."""
         if isinstance(definition, types.FunctionType):
-            warn_of_large_globals(definition)
+            warn_of_large_values(definition)
             return self._dynamic_function_reduce(definition)
         if definitions.is_cached(definition):
             return stand_ins.cached, (definition.cache_parameters(), definition.__wrapped__)

@@ -1,0 +1,65 @@
+"""Warns about large values that travel with a function in every call: globals, closures, defaults, partials."""
+
+from __future__ import annotations
+
+import functools
+import sys
+import types
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import cloudpickle.cloudpickle as cloudpickle
+import torch
+
+from nbdist.amounts import size
+from nbdist.wire.pickling import names
+
+_LARGE_BYTES = 1 << 20  # the size in bytes above which a value counts as large
+
+_warned: set[tuple[str, int]] = set()  # the name and id of each value that this module has warned about
+
+
+def warn_of_large_values(function: types.FunctionType | functools.partial[Any]) -> None:
+    """Warn once about each value of more than 1 MB that travels with ``function``, in every call."""
+    for what, name, value in _carried(function):
+        nbytes = _size(value)
+        if nbytes > _LARGE_BYTES and (name, id(value)) not in _warned:
+            _warned.add((name, id(value)))
+            warnings.warn(
+                f"{names.display_name(function)} uses the {what} {name!r} of {size(nbytes)}, which is sent "
+                f"along with every call; pass an RRef to it, or let the worker define its own",
+                stacklevel=2,
+            )
+
+
+def _carried(function: types.FunctionType | functools.partial[Any]) -> Iterator[tuple[str, str, Any]]:
+    """Yield the values that travel with a function: the kind of each, its name and the value."""
+    if isinstance(function, functools.partial):
+        yield from (("argument", f"args[{number}]", value) for number, value in enumerate(function.args))
+        yield from (("argument", name, value) for name, value in function.keywords.items())
+        return
+    code = function.__code__
+    for name in cloudpickle._extract_code_globals(code):
+        yield "global", name, function.__globals__.get(name)
+    cells = zip(code.co_freevars, function.__closure__ or (), strict=True)
+    # An empty cell: nothing is assigned to the variable yet.
+    yield from (("captured variable", name, cell.cell_contents) for name, cell in cells if cell != types.CellType())
+    own = zip(reversed(code.co_varnames[: code.co_argcount]), reversed(function.__defaults__ or ()), strict=False)
+    for name, value in [*own, *(function.__kwdefaults__ or {}).items()]:
+        yield "default argument", name, value
+
+
+def _size(value: Any, depth: int = 2) -> int:
+    """Return roughly how many bytes a value takes when it is sent. Looks ``depth`` containers deep."""
+    if isinstance(value, torch.Tensor):
+        return value.nbytes if value.layout is torch.strided else 0
+    if isinstance(value, torch.nn.Module):
+        return sum(parameter.nbytes for parameter in value.parameters())
+    if isinstance(value, list | tuple | set | frozenset | dict) and depth:
+        items = value.values() if isinstance(value, dict) else value
+        return sys.getsizeof(value) + sum(_size(item, depth - 1) for item in items)
+    if isinstance(value, types.ModuleType | types.FunctionType | type):  # they travel by name, or are small
+        return 0
+    nbytes = getattr(value, "nbytes", None)
+    return nbytes if isinstance(nbytes, int) else sys.getsizeof(value, 0)
