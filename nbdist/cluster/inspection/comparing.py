@@ -20,12 +20,15 @@ from typing import Any
 import torch
 
 from nbdist.autograd.api import recorder
+from nbdist.cluster.output.arranger import grouped, say_names
 from nbdist.rpc import api
 from nbdist.rpc.asking import ask_each
 from nbdist.rpc.references.rref import RRef
 
 _TEXT_SHOWN = 60
-"""Characters of a value's text that are shown."""
+"""Characters of a value's text that are shown: of its beginning, and of its end."""
+_DECIMAL_BITS = 10_000
+"""The most bits of an integer that is written in decimal; Python refuses to write more than 4,300 digits."""
 _NUMBERS_AT_A_TIME = 1 << 22
 """Numbers of a tensor that are hashed at a time."""
 
@@ -46,12 +49,15 @@ class Print:
 
 @dataclass(frozen=True)
 class Difference:
-    """One part whose value on ``worker`` differs from its value on the first worker."""
+    """One part whose value on some workers differs from its value on others."""
 
     path: str
-    worker: str
+    workers: tuple[str, ...]
+    """Some workers, whose values are equal to each other."""
+    is_odd: bool
+    """True if most of three workers or more agree on another value, so that `workers` are the odd ones out."""
     told: str
-    """The difference in words, such as ``first at [1]: 2 instead of 1``."""
+    """The difference in words, such as ``first at [1]: 2 instead of 1``; empty beyond the first differences."""
 
 
 def flatten(value: Any, path: str = "", inside: frozenset[int] = frozenset()) -> Iterator[tuple[str, Any]]:
@@ -151,18 +157,22 @@ def _flattened(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def part_of(rref: RRef[Any], path: str) -> Any:
-    """Return one part of a value: a tensor on the CPU, anything else as text. Called on the value's owner.
+    """Return one part of a value: a tensor on the CPU, an integer, anything else as text. Called on the value's owner.
 
     Returns None if the value has no such part any more.
     """
     for known, part in flatten(rref.local_value()):
         if known == path:
-            return _local(part).cpu() if isinstance(part, torch.Tensor) else _short_repr(part)
+            return _local(part).cpu() if isinstance(part, torch.Tensor) else part if type(part) is int else _shown(part)
     return None
 
 
 def compare(one: Any, other: Any) -> str:
-    """Return in words how ``other`` differs from ``one``: two tensors of one shape and dtype, or two texts."""
+    """Return in words how ``other`` differs from ``one``: two tensors of one shape and dtype, integers, or texts."""
+    if isinstance(one, int) and isinstance(other, int):
+        # Beyond 2**53, where floats are no longer exact, a reader no longer sees the distance.
+        distance = f", {_shown(abs(one - other))} apart" if max(abs(one), abs(other)) > 2**53 else ""
+        return f"{_shown(other)} instead of {_shown(one)}{distance}"
     if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
         return f"{other} instead of {one}" if one != other else f"it prints the same, {one}, but its pickle differs"
     a, b = _flattened(one), _flattened(other)
@@ -183,7 +193,7 @@ def compare(one: Any, other: Any) -> str:
         if finite.numel():
             told += f", at most {float(finite.max()):.4g} apart"
     elif a.dtype is not torch.bool:
-        told += f", at most {_widest_gap(a[where], b[where]):.4g} apart"
+        told += f", at most {_widest_gap(a[where], b[where])} apart"
     return told
 
 
@@ -202,65 +212,69 @@ def _widest_gap(a: torch.Tensor, b: torch.Tensor) -> int:
 
 
 def differences(rrefs: Mapping[str, RRef[Any]], most: int = 20) -> tuple[list[Difference], int, int, int]:
-    """Compare the values behind ``rrefs``, given by worker, with the first worker's value.
+    """Compare the values behind ``rrefs``, given by worker, part by part.
 
-    The numbers of a DTensor's shard are compared with those of the first worker that holds the same shard. Returns at
-    most ``most`` differences, the number of parts that differ, the number of all parts, and the number of parts that
-    are sharded. Raises the error of a worker that cannot answer. The calls are not recorded in any context.
+    The kinds of a part are compared first, and its numbers among the workers where it is of one kind; of a DTensor,
+    among those that hold the same shard. Each group of workers with equal values is compared with the largest one.
+    Returns all differences, of which ``most`` are told in words, the number of parts that differ, the number of all
+    parts, and the number of parts that are sharded. Raises the error of a worker that cannot answer. The calls are not
+    recorded in any context.
     """
     with recorder().contexts.outside():
         asked = ask_each(api.current_agent(), prints, {name: (rref,) for name, rref in rrefs.items()})
         found = {name: {each.path: each for each in answer} for name, answer in asked.or_raise().items()}
-        first, *others = found
         paths = list(dict.fromkeys(path for name in found for path in found[name]))
         told: list[Difference] = []
         count = sharded = 0
         for path in paths:
             held = {name: each.get(path) for name, each in found.items()}
-            partners = {name: _partner(held, name) for name in others}
-            differing = {name: partner for name, partner in partners.items() if held[name] != held[partner]}
-            count += bool(differing)
+            groupings = [groups for groups in _groupings(held) if len(groups) > 1]
+            count += bool(groupings)
             sharded += any(each is not None and each.shard for each in held.values())
-            for name, partner in differing.items():
-                if len(told) < most:
-                    words = _difference_in_words(rrefs, path, held, partner, name)
-                    told.append(Difference(path, name, words if partner == first else f"{words}, from {partner}'s"))
+            for others, *odd in groupings:
+                is_odd = len(others) * 2 > len(others) + sum(map(len, odd)) > 2
+                for workers in odd:
+                    words = _difference_in_words(rrefs, path, held, others, workers) if len(told) < most else ""
+                    if words and not is_odd and len(rrefs) > 2 and held[others[0]] and held[workers[0]]:
+                        words += f", from {say_names(others)}'s"
+                    told.append(Difference(path, tuple(workers), is_odd, words))
         return told, count, len(paths), sharded
 
 
-def _partner(held: Mapping[str, Print | None], name: str) -> str:
-    """Return the worker to compare a worker's part with: the first one, or the first that holds the same shard."""
-    own, first = held[name], next(iter(held))
-    base = held[first]
-    if own is None or base is None or own.kind != base.kind:
-        return first
-    return next(worker for worker, each in held.items() if each and (each.kind, each.shard) == (own.kind, own.shard))
+def _groupings(held: Mapping[str, Print | None]) -> Iterator[list[list[str]]]:
+    """Yield groups of workers, the largest first: by the kind of their part, then by value where it should be equal."""
+    yield sorted(grouped(held, lambda name: (found := held[name]) and found.kind).values(), key=len, reverse=True)
+    for workers in grouped(held, lambda name: (found := held[name]) and (found.kind, found.shard)).values():
+        values = grouped(workers, lambda name: (found := held[name]) and found.digest)
+        yield sorted(values.values(), key=len, reverse=True)
 
 
 def _difference_in_words(
-    rrefs: Mapping[str, RRef[Any]], path: str, held: Mapping[str, Print | None], first: str, name: str
+    rrefs: Mapping[str, RRef[Any]], path: str, held: Mapping[str, Print | None], others: list[str], workers: list[str]
 ) -> str:
-    """Return in words how the part at ``path`` on worker ``name`` differs from the same part on the worker ``first``.
+    """Return in words how the part at ``path`` on ``workers`` differs from the same part on the workers ``others``.
 
-    ``held`` has the fingerprints by worker. Only a part of one kind on both workers is fetched, by a call to each;
-    errors of these calls are raised.
+    ``held`` has the fingerprints by worker. Only a part of one kind on both is fetched, by a call to the first worker
+    of each; errors of these calls are raised.
     """
-    one, other = held[first], held[name]
+    one, other = held[others[0]], held[workers[0]]
     if one is None or other is None:
-        return f"only {first if other is None else name} has it"
+        return "it is missing" if other is None else f"it is missing on {say_names(others)}"
     if one.kind != other.kind:
         return f"{other.kind} instead of {one.kind}"
-    parts = ask_each(api.current_agent(), part_of, {worker: (rrefs[worker], path) for worker in (first, name)})
-    return compare(*parts.or_raise().values())
+    asked = {worker: (rrefs[worker], path) for worker in (others[0], workers[0])}
+    return compare(*ask_each(api.current_agent(), part_of, asked).or_raise().values())
 
 
 def _number_text(value: torch.Tensor) -> str:
     """Return a tensor's single number as text."""
     found: Sequence[Any] | Any = value.item()
-    return f"{found:.9g}" if isinstance(found, float) else str(found)
+    # Nine digits tell any two float32 apart.
+    return f"{found:.9g}" if isinstance(found, float) and value.dtype is not torch.float64 else str(found)
 
 
-def _short_repr(value: Any) -> str:
-    """Return a value's ``repr``, cut to `_TEXT_SHOWN` characters."""
-    text = repr(value)
-    return text if len(text) <= _TEXT_SHOWN else f"{text[:_TEXT_SHOWN]}…"
+def _shown(value: Any) -> str:
+    """Return a value's ``repr``, without its middle if it is long."""
+    is_huge = type(value) is int and value.bit_length() > _DECIMAL_BITS
+    text = hex(value) if is_huge else repr(value)
+    return text if len(text) <= 2 * _TEXT_SHOWN else f"{text[:_TEXT_SHOWN]}…{text[-_TEXT_SHOWN:]}"

@@ -6,7 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 
+from nbdist.amounts import plural
 from nbdist.cluster.inspection.comparing import Difference
+from nbdist.cluster.output.arranger import say_names
 from nbdist.views import tables
 from nbdist.views.drawing.pictures import themed
 
@@ -16,7 +18,7 @@ class DiffTable:
     """The result of a comparison, as text and as a table. Its truth value: whether the value is equal everywhere."""
 
     name: str  # of the variable
-    workers: Sequence[str]  # whose values were compared with that of the first
+    workers: Sequence[str]  # whose values were compared
     differences: Sequence[Difference]
     differing: int  # parts that are not equal everywhere; `differences` may name fewer
     parts: int  # that were compared, such as the tensors of a state dict
@@ -35,18 +37,25 @@ class DiffTable:
         parts = f" ({self.parts} parts)" if self.parts > 1 else ""
         told = f"{self.name} is equal on {where}{parts}"
         if not self.equal:
-            told = f"{self.name} differs: {self.differing} of {self.parts} parts, from {self.workers[0]}'s"
+            told = f"{self.name} differs: {self.differing} of {self.parts} parts"
+            odd = {each.workers for each in self.differences}
+            if len(self.workers) == 2:
+                told += f", from {self.workers[0]}'s"
+            elif len(odd) == 1 and all(each.is_odd for each in self.differences):
+                told += f"; {say_names(names := odd.pop())} {plural(len(names), 'differs', 'differ')} from the others"
         if self.sharded:
             told += f"; numbers of {self.sharded} sharded DTensors are compared only where workers hold the same shard"
         return told
 
+    def _rows(self) -> list[tuple[str, str, str]]:
+        return [(each.path, say_names(each.workers), each.told) for each in self.differences if each.told]
+
     def __repr__(self) -> str:
-        lines = [self._head()]
-        lines += [f"  {self.name}{each.path} on {each.worker}: {each.told}" for each in self.differences]
-        return "\n".join(lines)
+        return "\n".join([self._head(), *(f"  {self.name}{path} on {who}: {told}" for path, who, told in self._rows())])
 
     def _repr_html_(self) -> str:
         if self.equal:
             return themed(escape(self._head()))
-        rows = [(each.path, each.worker, each.told) for each in self.differences]
-        return themed(f"<div>{escape(self._head())}</div>", tables.as_html(("part", "worker", "difference"), rows))
+        return themed(
+            f"<div>{escape(self._head())}</div>", tables.as_html(("part", "worker", "difference"), self._rows())
+        )
