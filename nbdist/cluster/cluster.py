@@ -587,10 +587,10 @@ class Cluster:
     def examine(self, *, timeout: float = 60.0) -> Examination:
         """Ask each worker for its facts, measure the links between all members, and return the faults.
 
-        Asks for versions, clocks, memory, GPUs and NCCL. Then one pair of members after another makes calls and sends a
-        tensor, which takes about 0.7 s for each pair, and less if there are many. Busy workers take part. The result
-        names dead workers and workers that do not answer within 3 s. A notebook shows the result as tables, and `print`
-        as text. `%dist_doctor` shows it.
+        Asks for versions, clocks, memory, GPUs and NCCL, and for the code that differs. Then one pair of members after
+        another makes calls and sends a tensor, which takes about 0.7 s for each pair, and less if there are many. Busy
+        workers take part. The result names dead workers and workers that do not answer within 3 s. A notebook shows the
+        result as tables, and `print` as text. `%dist_doctor` shows it.
 
         Args:
             timeout: Seconds for all pairs together, more than 0. Pairs for which there is no time are left out.

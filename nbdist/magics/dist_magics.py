@@ -21,7 +21,7 @@ from IPython.display import display
 from nbdist import autograd, rpc
 from nbdist.amounts import counted, plural
 from nbdist.cluster.cluster import Cluster
-from nbdist.cluster.examination.examination import Examination
+from nbdist.cluster.examination.examination import Examination, read_code
 from nbdist.cluster.hosts.launchers.join import how_to_join
 from nbdist.cluster.inspection import comparing, freeing, holdings, status, thread_stacks
 from nbdist.cluster.inspection.print_logs import read_logs
@@ -38,7 +38,7 @@ from nbdist.magics.overview import overview
 from nbdist.magics.session import NotebookSession
 from nbdist.views.passes.watching import Watcher
 from nbdist.views.workers import printed, stacks
-from nbdist.views.workers.difference import DiffTable
+from nbdist.views.workers.difference import DiffTable, say_code
 from nbdist.views.workers.line import line_in_place, lines_below
 from nbdist.views.workers.memory import FreedTable, MemoryTable
 from nbdist.views.workers.panel import Panel
@@ -395,7 +395,7 @@ class DistMagics(Magics):  # type: ignore[misc, unused-ignore]
 
         This measures one pair of workers after another, with a few small calls and a tensor of up to 8 MB. That takes
         about 0.7 s for each pair. Busy workers take part; dead and silent ones are named. For each fault, a line says
-        what to do.
+        what to do. A line says where the code differs, as %dist_diff --code does at length.
         -t, --timeout    seconds for all pairs together (60); pairs for which there is no time are left out
 
         `python -m nbdist doctor` in a terminal examines one machine, also before a cluster starts.
@@ -472,17 +472,27 @@ class DistMagics(Magics):  # type: ignore[misc, unused-ignore]
 
     @no_var_expand
     @line_magic
-    def dist_diff(self, line: str) -> DiffTable:
+    def dist_diff(self, line: str) -> DiffTable | None:
         """Show whether a value is equal on all workers, or where it first differs: %dist_diff EXPRESSION [-r TARGET].
 
+        %dist_diff --code [-r TARGET]
+
         The expression runs on each worker. Its value may be a tensor, a module, a state_dict or any other object. The
-        values stay on their workers. Each is compared with the value of the first worker, part by part.
+        values stay on their workers, and are compared part by part. Where most workers agree, the others are named.
+        --code    compare the code instead, also with the notebook's: modules whose files have changed since they were
+                  imported or differ, functions of torch that somebody has replaced, versions, variables of the
+                  environment, states of random generators. Busy workers answer, too
 
         Example:
             %dist_diff model.state_dict() -r 0,1
+            %dist_diff --code
         """
         expression, targets = parse_diff(line)
         cluster = self._session.cluster()
+        if expression == "--code":
+            names = [worker.name for worker in cluster.select(_living(cluster, targets))]
+            print(say_code(names, *read_code(cluster.agent, names)))
+            return None
         cell = cluster.execute(expression, _living(cluster, targets), keep=True, quiet=True)
         rrefs = cluster.references(cell)
         by_name = {rref.owner_name(): rref for rref in (rrefs if isinstance(rrefs, list) else [rrefs])}

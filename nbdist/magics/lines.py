@@ -168,7 +168,7 @@ def _line_span(text: str) -> tuple[int | None, int | None]:
 
 
 def parse_diff(line: str) -> tuple[str, str | None]:
-    """Parse the line of ``%dist_diff``; return the expression and the target."""
+    """Parse the line of ``%dist_diff``; return the expression, or ``--code``, and the target."""
     # Not by a `Reader`: the quotes in an expression are Python's, and not a shell's.
     found = re.fullmatch(r"(.*?)(?:\s(?:-r|--rank|--targets)[\s=]+(.+))?", line.strip())
     if found is None or not found[1].strip():
@@ -247,8 +247,8 @@ _mode = _reader("%dist_mode [-e | -d]").add_mutually_exclusive_group()
 _mode.add_argument("-e", "--enable", action="store_true")
 _mode.add_argument("-d", "--disable", action="store_true")
 
-for _magic in ("%dist_push NAME [NAME ...]", "%dist_pull NAME [NAME ...]", "%dist_diff EXPRESSION"):
-    _values = _reader(f"{_magic} [-r TARGET]")
+for _magic in ("%dist_push NAME [NAME ...]", "%dist_pull NAME [NAME ...]", "%dist_diff EXPRESSION | --code"):
+    _values = _reader(f"{_magic} [-r TARGET]", *(["--code"] if "--code" in _magic else []))
     _values.add_argument("names", nargs="+")
     _values.add_argument("-r", "--rank", "--targets", dest="targets", nargs="+")
 

@@ -2,10 +2,10 @@
 
 ::
 
-    all members at once     `describe_machine`                    3 s for the answers
+    all members at once     `describe_machine`, `describe_code`    3 s for the answers, 9 s for those about code
     one pair at a time      `measure_from_here` on the sender     about 0.7 s, less where there are many pairs; a slow
                                                                   pair once more, if there is time
-    without a call          `findings.find_all`
+    without a call          `findings.find_all`, `code_remarks.code_finding`
 
 A dead worker takes no time, and a worker that does not answer takes 3 s once. A busy worker answers, because calls and
 cells run in different threads.
@@ -21,6 +21,8 @@ from typing import TYPE_CHECKING
 
 from nbdist import registry
 from nbdist.autograd.api import recorder
+from nbdist.cluster.examination.code_facts import CodeFacts, describe_code
+from nbdist.cluster.examination.code_remarks import code_finding
 from nbdist.cluster.examination.findings import ExaminedMember, Finding, find_all, slow_links
 from nbdist.cluster.examination.machine import MachineFacts, describe_machine
 from nbdist.cluster.examination.speed import ANSWERS_WITHIN, LinkSpeed, error_in_words, measure_from_here
@@ -71,7 +73,15 @@ def examine(agent: Agent, workers: Sequence[Worker], seconds: float) -> Examinat
         slow = [(link.sender, link.receiver) for link in slow_links(members, links)]
         again = {(link.sender, link.receiver): link for link in _measure(agent, slow, deadline)[0]}
         links = [_better(link, again.get((link.sender, link.receiver), link)) for link in links]
-    return Examination(members, links, find_all(members, links, left_out))
+        code = code_finding(*read_code(agent, [each.name for each in members[1:] if each.facts is not None]))
+    return Examination(members, links, [*find_all(members, links, left_out), *code])
+
+
+def read_code(agent: Agent, names: Sequence[str]) -> tuple[dict[str, CodeFacts], dict[str, CodeFacts]]:
+    """Return the facts about the code of the workers that answer, and of the notebook, by name."""
+    with recorder().contexts.outside():
+        asked = ask_each(agent, describe_code, dict.fromkeys(names, ()), timeout=3 * ANSWERS_WITHIN)
+    return asked.values, {agent.me.name: describe_code()}
 
 
 def _members(agent: Agent, workers: Sequence[Worker]) -> list[ExaminedMember]:

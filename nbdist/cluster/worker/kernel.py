@@ -30,6 +30,7 @@ import msgspec
 from IPython import get_ipython
 from IPython.core.interactiveshell import InteractiveShell
 
+from nbdist.cluster.examination import imported_files  # noqa: F401 - it notes the files of modules from now on
 from nbdist.cluster.processes.last_words import guard_streams, hand_over
 from nbdist.cluster.processes.setup import WHERE_SIGNAL, WorkerSetup, where_file
 from nbdist.cluster.worker import nccl

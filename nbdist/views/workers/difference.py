@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 
 from nbdist.amounts import plural
+from nbdist.cluster.examination.code_facts import CodeFacts
+from nbdist.cluster.examination.code_remarks import remarks_on
 from nbdist.cluster.inspection.comparing import Difference
-from nbdist.cluster.output.arranger import say_names
+from nbdist.cluster.output.arranger import say_members, say_names
 from nbdist.views import tables
 from nbdist.views.drawing.pictures import themed
 
@@ -59,3 +61,10 @@ class DiffTable:
         return themed(
             f"<div>{escape(self._head())}</div>", tables.as_html(("part", "worker", "difference"), self._rows())
         )
+
+
+def say_code(asked: Sequence[str], workers: Mapping[str, CodeFacts], notebook: Mapping[str, CodeFacts]) -> str:
+    """Return the result of `%dist_diff --code` as text: a line for each remark on the facts about these members."""
+    remarks = [f"  {told}" for told, _ in remarks_on(workers, notebook)]
+    lines = [f"code of {say_members([*notebook, *workers])}{'' if remarks else ': nothing differs'}", *remarks]
+    return "\n".join([*lines, *(f"  no answer from {name}" for name in asked if name not in workers)])
