@@ -1,6 +1,7 @@
 """`%dist_diff --code`, and `%dist_doctor` on the same: workers whose code and settings differ, and healthy ones."""
 
 import importlib
+import subprocess
 import sys
 from pathlib import Path
 
@@ -224,7 +225,37 @@ def test_the_notebooks_environment_and_random_state_are_its_own():
     assert told({"worker0": facts(random_states={"torch": "x"})}, notebook) == []
 
 
-def test_a_finder_of_the_user_still_comes_first_and_a_search_is_no_import(tmp_path, monkeypatch):
+ALL_OF_TORCH = """
+import importlib, pkgutil, torch
+from nbdist.cluster.examination.replaced import replaced_functions
+for module in pkgutil.walk_packages(torch.__path__, "torch."):
+    if "._" not in module.name and "testing" not in module.name:
+        try:
+            importlib.import_module(module.name)
+        except (ImportError, RuntimeError):  # it needs a package or a device that is missing
+            pass
+for package in ("accelerate", "transformers.trainer"):
+    try:
+        importlib.import_module(package)
+    except ImportError:
+        pass
+print(replaced_functions())
+class Mine(torch.nn.Linear):
+    def forward(self, x): return x
+torch.nn.Linear = Mine
+print(replaced_functions())
+"""
+
+
+def test_nothing_of_torch_itself_counts_as_replaced(tmp_path):
+    """All public modules of torch, and two packages that wrap its functions."""
+    file = tmp_path / "all.py"
+    file.write_text(ALL_OF_TORCH)
+    done = subprocess.run([sys.executable, file], capture_output=True, text=True, timeout=300)
+    assert done.stdout.splitlines()[-2:] == ["{}", "{'torch.nn.Linear': 'Mine.forward, all.py:17'}"], done.stderr
+
+
+def test_a_search_for_a_module_is_no_import_of_it(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(tmp_path))
     file = Path(tmp_path, "searched_for.py")
     file.write_text("A = 1\n")

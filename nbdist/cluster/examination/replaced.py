@@ -18,7 +18,7 @@ from nbdist.code_places import is_nbdists, is_pythons, is_torchs, shown_name
 
 # Files of code that has no file, and of packages whose functions torch itself imports into its modules.
 _EXPECTED = re.compile(
-    r"^[^/]|/(filelock|fsspec|functorch|jinja2|networkx|numpy|opt_einsum|optree|sympy|torchgen|tqdm|triton|typing_extensions)[/.]"
+    r"^[^/]|/(filelock|fsspec|jinja2|networkx|numpy|opt_einsum|optree|setuptools|sympy|torchgen|tqdm|triton|typing_extensions)[/.]"
 )
 # The attribute of a wrapper that has the wrapped function.
 _INSIDE: dict[type, str] = {
@@ -57,7 +57,9 @@ def _of_variables() -> Iterator[tuple[str, Any]]:
 def _foreign_place(value: Any) -> str:
     """Return the name and the place of a function or class that is of no file of torch's; else ''."""
     # Never ``value.__class__``: some of torch's objects answer with code of their own.
-    while inside := _INSIDE.get(kind := type(value), "__init__" if issubclass(kind, type) else ""):
+    if issubclass(type(value), type):  # by its own methods: a class of torch may have those of another package, too
+        value = next((each for each in vars(value).values() if type(each) is FunctionType), None)
+    while inside := _INSIDE.get(kind := type(value)):
         if kind is FunctionType and _is_foreign(file := value.__code__.co_filename):
             shown = file.rpartition("-packages/")[2] if "-packages/" in file else shown_name(file)
             return f"{value.__code__.co_qualname}, {shown}:{value.__code__.co_firstlineno}"

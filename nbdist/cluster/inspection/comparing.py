@@ -27,8 +27,6 @@ from nbdist.rpc.references.rref import RRef
 
 _TEXT_SHOWN = 60
 """Characters of a value's text that are shown: of its beginning, and of its end."""
-_DECIMAL_BITS = 10_000
-"""The most bits of an integer that is written in decimal; Python refuses to write more than 4,300 digits."""
 _NUMBERS_AT_A_TIME = 1 << 22
 """Numbers of a tensor that are hashed at a time."""
 
@@ -275,6 +273,6 @@ def _number_text(value: torch.Tensor) -> str:
 
 def _shown(value: Any) -> str:
     """Return a value's ``repr``, without its middle if it is long."""
-    is_huge = type(value) is int and value.bit_length() > _DECIMAL_BITS
-    text = hex(value) if is_huge else repr(value)
+    # Python refuses to write more than 4,300 decimal digits, which are 14,284 bits.
+    text = hex(value) if type(value) is int and value.bit_length() > 14_000 else repr(value)
     return text if len(text) <= 2 * _TEXT_SHOWN else f"{text[:_TEXT_SHOWN]}…{text[-_TEXT_SHOWN:]}"

@@ -58,9 +58,8 @@ class DiffTable:
     def _repr_html_(self) -> str:
         if self.equal:
             return themed(escape(self._head()))
-        return themed(
-            f"<div>{escape(self._head())}</div>", tables.as_html(("part", "worker", "difference"), self._rows())
-        )
+        table = tables.as_html(("part", "worker", "difference"), self._rows())
+        return themed(f"<div>{escape(self._head())}</div>", table)
 
 
 def say_code(asked: Sequence[str], workers: Mapping[str, CodeFacts], notebook: Mapping[str, CodeFacts]) -> str:
