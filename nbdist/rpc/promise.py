@@ -24,6 +24,9 @@ T = TypeVar("T")
 class Promise(Generic[T]):
     """An outcome, now or later, for which several threads may wait: a `Future` without torch's part."""
 
+    made_at: tuple[str, int] | None = None
+    """For a value that this agent owns, the file and line that made the first reference to it, if that was here."""
+
     def __init__(self) -> None:
         self._latch = threading.Lock()  # locked until the outcome is there
         self._latch.acquire()

@@ -19,6 +19,7 @@ from nbdist.rpc.latch import Latch
 from nbdist.rpc.promise import Promise
 from nbdist.rpc.references.reference_table import References
 from nbdist.rpc.references.rref import RRef, local_type
+from nbdist.thread_frames import calling_line
 from nbdist.wire.messages import Fork, Mode, Record
 from nbdist.wire.pickling import names
 
@@ -197,7 +198,7 @@ class Caller:
         target: RRef[Any] | None = None,
     ) -> RRef[Any]:
         """Send a call, as `Sender.send` does, whose result stays with ``owner``; return the RRef to the result."""
-        rref_id, fork_id = self._ids.next(), self._ids.next()
+        rref_id, fork_id, made_at = self._ids.next(), self._ids.next(), calling_line()
         mine = owner.incarnation == self._me
         creation: Promise[Any] = Promise()
         result = Fork(rref_id, fork_id, owner.incarnation, self._me)
@@ -205,10 +206,11 @@ class Caller:
         try:
             # Before the call goes out: the reply, which confirms the fork, may arrive at once.
             if mine:
-                self._references.own(rref_id)
+                self._references.own(rref_id).made_at = made_at
             else:
                 self._references.begin(rref_id, fork_id, owner.incarnation)
             rref = self._references.refer(rref_id, None if mine else fork_id, owner.incarnation, creation)
+            rref.made_at = made_at
             try:
                 self._send(owner, mode, label, body, timeout, creation, builtin=builtin, target=target, result=result)
             except ChannelError as error:  # raised later, where the reference is used

@@ -34,6 +34,7 @@ from nbdist.rpc.promise import Promise
 from nbdist.rpc.references.describing import error_line
 from nbdist.rpc.references.peeking import Peek, look
 from nbdist.rpc.references.reference_table import References, creation_error
+from nbdist.thread_frames import calling_line
 from nbdist.wire.messages import Fork, State
 from nbdist.wire.pickling.registered import register_reference
 
@@ -110,6 +111,8 @@ class RRef(Generic[T]):
     """The incarnation of the agent that owns the value. `owner_name` is the name to show."""
     hold: Hold | None
     """The object that keeps the value alive; None after `release`. `keep` raises an error instead."""
+    made_at: tuple[str, int] | None = None
+    """The file and line that called `nbdist.rpc.remote` here; None if the reference was made in another way."""
     _known: State | None = None  # it stays after `release`, when the agent forgets its copy
 
     def __init__(self, value: T, type_hint: Any = None) -> None:
@@ -121,7 +124,7 @@ class RRef(Generic[T]):
         self.owner_incarnation = references.me
         self._creation: Promise[Any] | None = None
         self.hold = references.hold(self.id, None)
-        references.own(self.id)
+        references.own(self.id).made_at = calling_line()
         references.settle(self.id, value, None)
 
     # -- sending and watching -----------------------------------------------------------------
