@@ -322,9 +322,10 @@ class DistMagics(Magics):  # type: ignore[misc, unused-ignore]
         For each worker and the notebook, the table shows values with RRefs, open contexts (graphs and gradients), the
         variables of your code, shared memory, and the rest: the interpreter, torch, and memory that allocators keep. A
         tensor counts once, by its storage, even if several names hold it. "since last look" compares with the last
-        %dist_memory. This calls none of your functions, and busy workers answer, too.
+        %dist_memory. "mostly" says where in a variable more than half of its bytes are. This calls none of your
+        functions, and busy workers answer, too.
 
-        Small values share a row, and so do equal rows of several workers.
+        Small values share a row, and so do equal rows of several workers; small values that differ stay apart.
         TARGET       show each value on these workers: worker1, 0,2, all, notebook
         -v, --all    show each value on all workers
 

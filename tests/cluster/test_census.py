@@ -156,7 +156,7 @@ def test_what_leads_to_everything_is_passed_by():
 
 
 def test_no_code_of_hostile_classes_is_called():
-    tensor = torch.ones(1000)
+    tensor = torch.ones(50_000)
     objects = hostile_objects.every(tensor)
     named = [NamedValue([f"x{number}"], "variable", value) for number, value in enumerate(objects)]
     named.append(NamedValue(["all"], "variable", [*objects, *map(type, objects)]))
@@ -166,8 +166,13 @@ def test_no_code_of_hostile_classes_is_called():
     rows, leading = variables.count(census, named)
     states = [describe_value(value) for value in objects]
     assert not hostile_objects.called
-    assert (next(iter(census.buffers.values())).nbytes, len(census.buffers)) == (4000, 3)
-    assert {each.names[0] for each in leading[5]} == {"x0", "x1", "x2", "x6"}
+    assert (next(iter(census.buffers.values())).nbytes, len(census.buffers)) == (200_000, 3)
+    assert rows[0].main_part == "attribute one of HostilePlain x0: Tensor"
+    assert {pin.path for pin in leading[5]} >= {
+        "attribute one of HostilePlain x1",
+        "an element of Hostilelist x2 (1 element)",
+    }
+    assert {pin.name for pin in leading[5]} == {"x0", "x1", "x2", "x6"}
     assert {row.state.qualname for row in rows} >= {"HostilePlain", "Hostilelist", "Hostiledict", "HostileTensor"}
     told = {state.qualname: state for state in states}
     assert told["HostileTensor"].shape == [30]
@@ -211,9 +216,9 @@ def test_one_huge_variable_hides_no_other(monkeypatch):
     huge = [[number] for number in range(30_000)]
     named = [NamedValue(["huge"], "variable", huge), NamedValue(["tensor"], "variable", [torch.ones(50_000)])]
     rows, _ = variables.count(Census(), named)
-    assert [(row.names, row.is_partial, row.entries) for row in rows] == [
-        (["huge"], True, 30_000),
-        (["tensor"], False, 1),
+    assert [(row.names, row.is_partial, row.contents) for row in rows] == [
+        (["huge"], True, " of 30,000, the first 1,000: 1,000 list"),
+        (["tensor"], False, " of 1 Tensor float32"),
     ]
 
 

@@ -55,9 +55,17 @@ def test_variables_containers_out_and_open_contexts(notebook):
     )
     lines = [line for line in rows(notebook) if " variable " not in line]
     new = " new" if "new" in lines[0] else ""
-    assert lines[0] == f"worker0 reference Tensor float32(1000,) 4.0 KB{new} notebook: Out[{number}]"
-    assert lines[1] == f"worker0 reference Tensor float32(10,) 40 B{new} notebook: in holder"
-    assert lines[2] == f"worker1 reference Tensor float32(250, 1000) 1.0 MB{new} notebook: x"
+    for line, told in zip(
+        lines,
+        (
+            rf"worker0 reference Tensor float32\(1000,\), made at In\[\d+\]:1 4.0 KB{new} notebook: Out\[{number}\]",
+            rf"worker0 reference Tensor float32\(10,\), made at In\[\d+\]:2 40 B{new} "
+            r"notebook: element 0 of list holder.inner\['deep'\] \(1 element\)",
+            rf"worker1 reference Tensor float32\(250, 1000\), made at In\[\d+\]:1 1.0 MB{new} notebook: x",
+        ),
+        strict=False,
+    ):
+        assert re.fullmatch(told, line), line
     assert lines[3].startswith("worker1 context graph and gradients 2.0 KB")  # what exp() has saved
     assert "notebook: context " in lines[3]
     assert lines[4].startswith("notebook context graph and gradients 0 B")
@@ -87,12 +95,16 @@ def test_several_in_one_object_at_several_depths(notebook):
         "model.layers = [rpc.remote('worker0', torch.ones, args=(2 + n,)) for n in range(80)]\n"
         "model.layers[-1].to_here();"
     )
-    lines = [line for line in rows(notebook) if "in model" in line]
+    lines = [line for line in rows(notebook) if "model" in line and " reference " in line]
     assert len(lines) == 81
-    assert all(line.endswith("notebook: in model") for line in lines)
-    folded = [line for line in rows(notebook, "") if "in model" in line]
+    (head,) = [line for line in lines if "float32(1,)" in line]
+    assert head.endswith("notebook: attribute head of Model model")
+    (last,) = [line for line in lines if "float32(81,)" in line]
+    assert re.search(r", made at In\[\d+\]:3 .* notebook: element 79 of list model.layers \(80 elements\)$", last)
+    folded = [line for line in rows(notebook, "") if "model" in line and " reference " in line]
     assert len(folded) in (8, 9)  # an earlier test may have left a larger one
     assert re.match(r"worker0 reference 7[34] more Tensors", folded[-1])
+    assert "elements of list model.layers (80 elements), attribute head of Model model" in folded[-1]
     notebook.run("del model")
 
 
@@ -104,7 +116,7 @@ def test_an_error_that_the_user_has_kept(notebook):
         check=False,
     )
     (line,) = [line for line in rows(notebook) if "reference Tensor float32(33,)" in line]
-    assert line.endswith("notebook: a traceback, in saved")
+    assert re.search(r"notebook: a traceback, .*in saved$", line)
     assert "(33,)" not in memory(notebook, "%dist_free")["text/plain"]
     notebook.run("at = saved.__traceback__\nwhile at.tb_next:\n    at = at.tb_next")
     assert notebook.run("at.tb_frame.f_locals['local'].owner_name()").result == "'worker0'"
@@ -182,9 +194,11 @@ def test_variables_of_workers_and_of_the_notebook(notebook):
     notebook.run("mine = torch.ones(500_000)")
     lines = rows(notebook, "")
     for expected in (
-        r"worker0,1 variable Linear 8.0 MB each( new)? model",  # the weight and its gradient
-        r"worker0,1 variable Adam 8.0 MB each( new)? optimizer",
-        r"worker0,1 variable dict of 1 3.0 MB each( new)? history, alias",
+        # the weight and its gradient
+        r"worker0,1 variable Linear 8.0 MB each( new)? model; mostly attribute weight of Linear model: Parameter",
+        r"worker0,1 variable Adam 8.0 MB each( new)? optimizer; mostly .*",
+        r"worker0,1 variable dict of 1 list 3.0 MB each( new)? history, alias; "
+        r"mostly item 'inputs' of dict history \(1 item\): list of 3 Tensors float32",
         r"notebook variable Tensor float32\(500000,\) 2.0 MB( new)? mine",
     ):
         assert [line for line in lines if re.fullmatch(expected, line)], (expected, lines)
@@ -211,7 +225,7 @@ def test_what_is_a_variable_and_has_a_reference_counts_once(notebook):
     notebook.run("%%remote 1 -o wide\nwide_there = torch.ones(3, 10**6)\nview = [wide_there[1]]\nwide_there")
     (line,) = [line for line in rows(notebook, "") if "(3, 1000000)" in line]
     assert line.startswith("worker1 reference Tensor float32(3, 1000000) 12.0 MB new worker1: Out[")
-    assert line.endswith("], in view, wide_there; notebook: wide")
+    assert line.endswith("], element 0 of list view (1 element), wide_there; notebook: wide")
     after = workers(notebook)["worker1"]
     assert 11e6 < nbytes(after["by reference"]) - nbytes(before["by reference"]) < 13e6
     assert nbytes(after["variables"]) - nbytes(before["variables"]) < 1e6
@@ -224,13 +238,79 @@ def test_a_leak_is_growth_since_the_last_look(notebook):
     notebook.run("%%remote 0\nfor _ in range(3): leak.append(weight.exp().sum())")  # each keeps its graph
     lines = memory(notebook)["text/plain"].splitlines()
     (line,) = [" ".join(line.split()) for line in lines if line.endswith(" leak")]
-    assert re.fullmatch(r"worker0 variable list of 3 12.0 MB \+12.0 MB leak", line), line
+    assert re.fullmatch(
+        r"worker0 variable list of 3 Tensors float32 with their graphs \(7 nodes\) 12.0 MB \+12.0 MB leak", line
+    ), line
     (line,) = [" ".join(line.split()) for line in lines if line.endswith(" weight")]
     assert line == "worker0 variable Tensor float32(1000000,) 4.0 MB weight"
     assert lines[1].startswith("worker0")
     assert re.search(r"\+1\d\.\d MB", lines[1])
     notebook.run("%remote 0 leak.clear()")
     assert "-12.0 MB" in memory(notebook)["text/plain"]
+
+
+def test_planted_leaks_are_told_to_the_element(notebook):
+    notebook.run(
+        "%%remote\nclass Trainer:\n    def __init__(self): self.cache = {}\n"
+        "t = Trainer(); t.cache.update({n: torch.ones(50_000) for n in range(8)}, a=1, b=2, c=3, d=4)\n"
+        "def attach(layer):\n    outputs = []\n    def hook(module, inputs, output): outputs.append(output)\n"
+        "    layer.register_forward_hook(hook)\nleaky = torch.nn.Linear(100, 100)\nattach(leaky)\n"
+        "for _ in range(5): leaky(torch.ones(1000, 100))\n"
+        "activations = [torch.ones(10_000) for _ in range(30)]"
+    )
+    lines = [re.sub(r"In\[\d+\]", "In[n]", line.replace(" new ", " ")) for line in rows(notebook, "")]
+    for expected in (
+        "worker0,1 variable Trainer 1.6 MB each t; mostly attribute cache of Trainer t: "
+        "dict of 12: 8 Tensor float32, 4 int",
+        "worker0,1 variable Linear with graphs (12 nodes) 4.0 MB each leaky; mostly a closure of hook (In[n]:7), "
+        "in leaky: list of 5 Tensors float32 with their graphs",
+        "worker0,1 variable list of 30 Tensors float32 1.2 MB each activations",
+    ):
+        assert expected in lines, [line for line in lines if expected.split()[2] in line]
+    notebook.run("%remote all globals().update(t=0, leaky=0, activations=0)")
+
+
+def test_which_line_made_a_reference(notebook):
+    """A line of the notebook, and of a worker that returns a reference which it does not keep."""
+    notebook.run("# a line\ndef forget():\n    held.append(rpc.remote('worker1', torch.ones, args=(3001,)))\nheld = []")
+    notebook.run("for n in range(5): forget()")
+    (line,) = [line for line in rows(notebook, "") if "(3001,)" in line]
+    made = r"worker1 reference 5 x Tensor float32\(3001,\), made at In\[\d+\]:3 60.0 KB.* notebook: "
+    assert re.fullmatch(made + r"elements of list held \(5 elements\)", line), line
+    notebook.run("%%remote 1\ndef make():\n    value = torch.ones(3002)\n    return rpc.RRef(value)")
+    notebook.run(
+        "def make():\n    value = torch.ones(3002)\n    return rpc.RRef(value)\nown = rpc.rpc_sync('worker1', make)"
+    )
+    notebook.run("%%remote 0\nimport nbdist.rpc as rpc\nfrom_0 = rpc.remote('worker1', torch.ones, args=(3003,))")
+    told = rows(notebook)
+    (line,) = [line for line in told if "(3002,)" in line]
+    assert re.fullmatch(r"worker1 reference .*, made at In\[\d+\]:4 12.0 KB new notebook: own", line), line
+    (line,) = [line for line in told if "(3003,)" in line]
+    assert re.fullmatch(r"worker1 reference .*, made at In\[\d+\]:3 12.0 KB new worker0: from_0", line), line
+    notebook.run("del held, own")
+    notebook.run("%remote 0 globals().update(from_0=0)")
+
+
+def test_a_reference_in_the_variable_of_its_owner(notebook):
+    notebook.run("%%remote 1\nlosses = [(torch.ones(9, requires_grad=True) * 2).sum() for _ in range(4)]")
+    notebook.run("def third():\n    import sys\n    return sys.modules['__main__'].losses[2]")
+    notebook.run("there = rpc.remote('worker1', third); there.confirmed_by_owner()")
+    (line,) = [line for line in rows(notebook) if "notebook: there" in line]
+    assert re.fullmatch(
+        r"worker1 reference Tensor float32\(\) with its graph \(3 nodes\), made at In\[\d+\]:1 \d+ B new "
+        r"worker1: element 2 of list losses \(4 elements\); notebook: there",
+        line,
+    ), line
+    notebook.run("del there")
+
+
+def test_small_values_of_workers_that_differ(notebook):
+    notebook.run("%%remote\nimport os\nof_rank = {'rank': int(os.environ['RANK'])}; of_all = {'size': 2}")
+    folded = [line for line in rows(notebook, "") if " variable " in line]
+    apart = [line.split()[0] for line in folded if "of_rank" in line]
+    assert sorted(apart) == ["worker0", "worker1"]
+    assert [line.split()[0] for line in folded if "of_all" in line] == ["worker0,1"]
+    notebook.run("%remote all globals().update(of_rank=0, of_all=0)")
 
 
 def test_while_a_worker_is_busy(notebook):
@@ -267,7 +347,9 @@ def test_nothing_of_the_users_is_called(notebook):
 def test_very_many_objects(notebook):
     notebook.run("many = [{'step': number, 'loss': [float(number)]} for number in range(100_000)]")
     (line,) = [line for line in rows(notebook, "") if line.endswith(" many")]
-    assert re.fullmatch(r"notebook variable list of 100,000 at least \d+\.\d MB( new)? many", line)
+    assert re.fullmatch(
+        r"notebook variable list of 100,000, the first 1,000: 1,000 dict at least \d+\.\d MB( new)? many", line
+    )
     assert "at least: there were more objects than a look visits, or they changed meanwhile" in rows(notebook, "")
     notebook.run("del many")
 

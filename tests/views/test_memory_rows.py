@@ -21,7 +21,9 @@ def tensor(*shape):
 
 
 def variable(*names, nbytes=MB, state=None, **fields):
-    found = {"kind": "variable", "entries": None, "gpu": 0, "is_partial": False, **fields}
+    digest = None if nbytes >= 100_000 else 0
+    found = {"kind": "variable", "contents": "", "main_part": "", "digest": digest, "gpu": 0, "is_partial": False}
+    found |= fields
     return Variable(names=list(names), state=state or State("m", "Net"), nbytes=nbytes, **found)
 
 
@@ -185,7 +187,79 @@ def test_small_variables_are_put_together():
         (("worker0",), "variable", "int", 28),
     ]
     (row,) = [row for row in fold(rows_of(holdings(found))) if "12" in row.what]
-    assert row.held == (("", ("t12", "t11", "t10", "t9", "t8", "t7", "…")),)
+    assert row.held == (("", tuple(f"t{number}" for number in range(12, 0, -1))),)
+    assert "t12, t11, t10, t9, t8, t7, …" in repr(MemoryTable(holdings(found)))
+
+
+def test_small_variables_that_differ_between_workers_are_apart():
+    def of(rank, extra):
+        small = [variable("lr", nbytes=24, state=State("", "float"), contents=" 0.1", digest=5)]
+        small += [variable("steps", nbytes=80, state=State("", "list"), contents=" of 3 ints", digest=6)]
+        small += [variable("rank", nbytes=28, state=State("", "int"), contents=f" {rank}", digest=rank)]
+        small += [variable("config", nbytes=99, state=State("", "dict"), contents=" of 1 int", digest=10 + rank)]
+        return memory(f"worker{rank}", *small, variable(extra, nbytes=28, state=State("", "int")))
+
+    rows = fold(rows_of(holdings(of(0, "a"), of(1, "b"))))
+    assert [(row.workers, row.what, row.held) for row in rows] == [
+        (("worker0",), "2 small ints", (("", ("rank", "a")),)),
+        (("worker0",), "dict of 1 int", (("", ("config",)),)),
+        (("worker0", "worker1"), "2 other small values", (("", ("steps", "lr")),)),
+        (("worker1",), "2 small ints", (("", ("rank", "b")),)),
+        (("worker1",), "dict of 1 int", (("", ("config",)),)),
+    ]
+
+
+def test_rows_of_several_workers_with_other_names_behind_the_dots_are_apart():
+    """The dots hide that the seventh name differs."""
+
+    def of(rank):
+        names = [*"abcdefghijklmno", f"of_{rank}"]
+        return memory(f"worker{rank}", *(variable(name, nbytes=MB, state=tensor(ord(name[0]))) for name in names))
+
+    rows = [row for row in fold(rows_of(holdings(of(0), of(1)))) if "more" in row.what]
+    assert [(row.workers, row.what) for row in rows] == [
+        (("worker0",), "8 more Tensors"),
+        (("worker1",), "8 more Tensors"),
+    ]
+
+
+def test_references_made_by_one_line_are_one_row():
+    made = {"state": tensor(3), "contents": ", made at In[3]:2"}
+    items = [holding(number, names=[f"x{number}"], **made) for number in range(50)]
+    items += [holding(60, names=["y"], state=tensor(3), contents=", made at In[4]:1")]
+    lines = [" ".join(line.split()) for line in repr(MemoryTable(holdings(memory(), items=items))).splitlines()]
+    assert (
+        "worker0 reference 50 x Tensor float32(3,), made at In[3]:2 50.0 MB notebook: x0, x1, x2, x3, x4, x5, …"
+        in lines
+    )
+    assert "worker0 reference Tensor float32(3,), made at In[4]:1 1.0 MB notebook: y" in lines
+
+
+def test_elements_of_one_list_are_one_row():
+    def element(number):
+        pin = Pin("variable", "held", within=True, path=f"element {number} of list held (50 elements)")
+        return Holding("worker0", MB, [("notebook", [pin])], GlobalId(1, 1, number), tensor(3))
+
+    table = MemoryTable(holdings(memory(), items=[element(number) for number in range(50)]))
+    lines = [" ".join(line.split()) for line in repr(table).splitlines()]
+    assert "worker0 reference 50 x Tensor float32(3,) 50.0 MB notebook: elements of list held (50 elements)" in lines
+    assert "notebook: element 7 of list held (50 elements)" in repr(MemoryTable(table.found, unfolded=True))
+
+
+def test_where_in_a_variable_most_bytes_are():
+    cached = variable("t", main_part="attribute cache of Trainer t: dict of 8 Tensors float32")
+    table = MemoryTable(
+        holdings(memory("worker0", cached), memory("worker1", cached), memory("worker2", variable("t")))
+    )
+    lines = [" ".join(line.split()) for line in repr(table).splitlines()]
+    assert (
+        "worker0,1 variable Net 1.0 MB each t; mostly attribute cache of Trainer t: dict of 8 Tensors float32" in lines
+    )
+    assert "worker2 variable Net 1.0 MB t" in lines
+    assert "mostly attribute cache of Trainer t" in table._repr_html_()
+    many = [variable(f"t{number}", nbytes=number * MB, main_part="the cache") for number in range(1, 12)]
+    (row,) = [row for row in fold(rows_of(holdings(memory("worker0", *many)))) if "more" in row.what]
+    assert row.main_part == "", "the part of one says nothing of several"
 
 
 def test_what_is_new_among_what_is_put_together():
@@ -223,7 +297,7 @@ def test_columns_of_gpus_only_where_there_are_any():
 
 
 def test_at_least():
-    table = MemoryTable(holdings(memory("worker0", variable("objects", is_partial=True, entries=10**7))))
+    table = MemoryTable(holdings(memory("worker0", variable("objects", is_partial=True, contents=" of 10,000,000"))))
     assert "Net of 10,000,000" in repr(table)
     assert "at least 1.0 MB" in repr(table)
     assert "at least: there were more objects than a look visits" in repr(table)

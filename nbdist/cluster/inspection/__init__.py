@@ -3,6 +3,7 @@
 ===============  ================================================
 `print_logs`     the lines that each worker has printed
 `comparing`      compares a value across workers
+`anatomy`        what a value consists of, and where in it an object is
 `census`         counts the memory of objects
 `pins`           the names that hold an object
 `roots`          the objects that a user knows

@@ -13,19 +13,21 @@ Nothing is copied: a walk keeps iterators over the containers, and the ``id`` of
 
 from __future__ import annotations
 
-import collections
 import gc
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import chain
 from types import CodeType, FunctionType, ModuleType
 from typing import Any, NamedTuple
+from zlib import crc32
 
 import msgspec
 import torch
 
 from nbdist.autograd.graph.saved import saved_by
 from nbdist.autograd.memory_use import Place, storage_of
+from nbdist.cluster.inspection import anatomy
+from nbdist.cluster.inspection.anatomy import CONTAINERS, Step
 from nbdist.cluster.processes.process_memory import Regions, resident_bytes
 from nbdist.rpc.agent import Agent
 from nbdist.rpc.promise import Promise
@@ -34,15 +36,10 @@ from nbdist.torch_private import no_torch_function
 
 _SKIPPED_PACKAGES = ("IPython", "ipykernel", "traitlets", "zmq", "jupyter_client", "asyncio", "_asyncio", "logging")
 """Packages whose objects a walk skips, because they lead to everything that the kernel holds."""
-_SKIPPED_MODULES = (
-    "nbdist.rpc",
-    "nbdist.channel",
-    "nbdist.cluster",
-    "nbdist.autograd",
-    "nbdist.views",
-    "nbdist.magics",
-)
+_SKIPPED_MODULES = tuple(f"nbdist.{name}" for name in ("rpc", "channel", "cluster", "autograd", "views", "magics"))
 """Modules of nbdist whose objects a walk skips as well, except for promises and `torch.nn.Module` subclasses."""
+_MOST_PATHS = 1_000
+"""Paths that a walk describes, each of which takes up to 0.1 ms."""
 _SEARCHED_UP_TO = 10_000
 """Entries up to which an instance of a container subclass is searched for attributes too, besides its items."""
 
@@ -51,7 +48,6 @@ _tensor: Any = torch.Tensor
 _grad: Callable[[torch.Tensor], torch.Tensor | None] = _tensor.grad.__get__
 _grad_fn: Callable[[torch.Tensor], Any] = _tensor.grad_fn.__get__
 _retains_grad: Callable[[torch.Tensor], bool] = _tensor.retains_grad.__get__
-_CONTAINERS: tuple[Any, ...] = (list, tuple, dict, set, frozenset, collections.deque)
 
 
 class Amount(msgspec.Struct):
@@ -101,10 +97,9 @@ class _Kind(NamedTuple):
             return cls(what, size_of, object, True)
         if name.startswith(_SKIPPED_MODULES) and not issubclass(what, (Promise, torch.nn.Module)):
             return cls(what, size_of, object, True)
-        for base in _CONTAINERS:
+        for base in CONTAINERS:
             if issubclass(what, base):
-                plain = (base, collections.OrderedDict, collections.defaultdict)
-                return cls(what, size_of, base, is_extended=not any(what is each for each in plain))
+                return cls(what, size_of, base, is_extended=not anatomy.is_plain(what))
         return cls(what, size_of, object)
 
 
@@ -169,10 +164,27 @@ class Census:
         return found
 
 
+@dataclass(slots=True)
+class _Level:
+    """The objects that one holder leads to, of which a walk has visited some; the levels are the path of the walk."""
+
+    holder: Any
+    children: Iterator[Any]
+    start: int
+    """The bytes that the walk had counted when it came to the holder."""
+    step: Step = (None, -1, None, None)
+    """The step to the object that was visited last."""
+    heaviest: tuple[int, Any, Any] = (0, None, None)
+    """The part that takes the most bytes: these, the step to it, and the heaviest part of that part in the same form.
+
+    A chain and no list, because a path may be thousands of steps long.
+    """
+
+
 class CensusWalk:
     """Visits all objects that one value holds; counts an object unless a walk of the same census has visited it."""
 
-    def __init__(self, census: Census, category: str, value: object) -> None:
+    def __init__(self, census: Census, category: str, value: object, name: str = "") -> None:
         self.nbytes = 0
         """Bytes of buffers and objects in this process's memory. For a tensor or module, of the buffers alone."""
         self.gpu = 0
@@ -181,14 +193,20 @@ class CensusWalk:
         """The number of objects visited so far."""
         self.is_partial = False
         """True if another thread changed a container while it was read, so that the walk may have missed objects."""
-        self.met: set[int] = set()
-        """The numbers from `Census.watched` of the objects and buffers that the value leads to."""
+        self.digest = 0
+        """A number that differs if the value leads to other numbers and texts. It is the same in all processes."""
+        self.nodes = 0
+        """The number of nodes of autograd graphs."""
+        self.met: dict[int, str] = {}
+        """The numbers from `Census.watched` of the objects and buffers that the value leads to, with where each is."""
+        self._name = name  # of the variable; "" to describe no paths
         self._census = census
         self._category = category
         self._root = value
         self._is_module = inert.is_a(value, torch.Tensor, torch.nn.Module)
         """True for a tensor or module: the Python objects around its buffers count for the census, not for `nbytes`."""
-        self._stack: list[Iterator[Any]] = [iter((value,))]
+        self._bottom = _Level(None, iter((value,)), 0)
+        self._stack = [self._bottom]
 
     @property
     def done(self) -> bool:
@@ -204,28 +222,57 @@ class CensusWalk:
         before = self.count
         with no_torch_function():
             while self._stack and self.count - before < count:
+                level = self._stack[-1]
                 try:
-                    value = next(self._stack[-1])
-                except StopIteration:
-                    self._stack.pop()
-                    continue
-                except RuntimeError:  # another thread has changed the dict
-                    self.is_partial = True
-                    self._stack.pop()
+                    value = next(level.children)
+                except (StopIteration, RuntimeError) as end:
+                    self.is_partial |= type(end) is RuntimeError  # another thread has changed the dict
+                    self._leave()
                     continue
                 self.count += 1
+                level.step = level.holder, level.step[1] + 1, level.step[3], value
                 self._count_once(value)
         return self.count - before
+
+    def _leave(self) -> None:
+        """Take the last level off the stack, and note its bytes at the level before if they are the most there."""
+        level = self._stack.pop()
+        nbytes = self.nbytes + self.gpu - level.start
+        if self._stack and nbytes > self._stack[-1].heaviest[0]:
+            self._stack[-1].heaviest = nbytes, self._stack[-1].step, level.heaviest
+
+    def contents(self) -> str:
+        """Return what the value itself holds, in words; see `anatomy.contents_of`."""
+        with no_torch_function():
+            return anatomy.contents_of(self._root, self.nodes)
+
+    def main_part(self) -> str:
+        """Return where in the value more than half of its bytes are, and what is there; "" if they are spread.
+
+        Call it when the walk is `done`.
+        """
+        steps, part = list[Step](), self._bottom.heaviest[2]
+        while part is not None and 2 * part[0] > self.nbytes + self.gpu:
+            steps.append(part[1])
+            part = part[2]
+        while steps and anatomy.is_part(steps[-1][0], steps[-1][3]):
+            steps.pop()
+        with no_torch_function():
+            path = anatomy.describe_path(self._name, steps)
+            return path and f"{path}: {anatomy.short_name(type(steps[-1][3]))}{anatomy.contents_of(steps[-1][3])}"
 
     def _count_once(self, value: Any) -> None:
         """Count an object unless it has been visited, and put its referents on the stack, to be visited next."""
         cls: Any = type(value)
+        if cls is int or cls is float or cls is bool or cls is str:
+            same = value if cls is not str else crc32(value[:1000].encode(errors="replace"))  # the rest takes too long
+            self.digest = hash((self.digest, same))
         if cls is int or cls is float:
             self._object(cls.__sizeof__(value))
             return
         if value is None or cls is bool:
             return
-        census, key = self._census, id(value)
+        census, key, start = self._census, id(value), self.nbytes + self.gpu
         if census.watched:
             self._note_watched(key)
         if key in census.seen:
@@ -237,7 +284,7 @@ class CensusWalk:
             self._object(cls.__sizeof__(value))
             return
         if (children := self._children(value, cls)) is not None:
-            self._stack.append(children)
+            self._stack.append(_Level(value, children, start))
 
     def _children(self, value: Any, cls: type) -> Iterator[Any] | None:
         """Count an object; return an iterator over its referents, or None if there is nothing to visit."""
@@ -255,7 +302,7 @@ class CensusWalk:
             return iter(_referents(value, cls))
         if kind.base is dict:
             return chain.from_iterable(dict.items(value))
-        if kind.base in _CONTAINERS:
+        if kind.base in CONTAINERS:
             items: Iterator[Any] = kind.base.__iter__(value)
             return items
         return self._array(value, kind.base)
@@ -283,6 +330,7 @@ class CensusWalk:
             if id(node) in nodes:
                 continue
             nodes[id(node)] = node
+            self.nodes += 1
             yield node
             yield from (saved.data for saved in saved_by(node))
             pending += [following for following, _ in node.next_functions if following is not None]
@@ -325,8 +373,9 @@ class CensusWalk:
 
     def _note_watched(self, key: int | Place) -> None:
         """Note in `met` that the value leads to an object (an ``id``) or buffer, if `Census.watched` asks for it."""
-        if (number := self._census.watched.get(key)) is not None:
-            self.met.add(number)
+        if (number := self._census.watched.get(key)) is not None and number not in self.met:
+            stack = self._stack[1 : anatomy.MOST_STEPS + 2] if len(self.met) < _MOST_PATHS else []
+            self.met[number] = anatomy.describe_path(self._name, [level.step for level in stack])
 
 
 def _referents(value: object, cls: type) -> list[Any]:

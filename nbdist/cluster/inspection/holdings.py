@@ -30,6 +30,7 @@ from nbdist.cluster.inspection.status_report import gpu_memory
 from nbdist.cluster.inspection.variables import Variable
 from nbdist.cluster.processes import process_memory
 from nbdist.cluster.processes.process_memory import Usage
+from nbdist.code_lines import CodeLine, users_lines
 from nbdist.ids import GlobalId
 from nbdist.rpc.agent import Agent
 from nbdist.rpc.api import current_agent
@@ -68,6 +69,8 @@ class Owned(msgspec.Struct, frozen=True):
     """True if the value may hold more than was visited."""
     pins: list[Pin] = []
     """The names on the owner itself that keep the value."""
+    contents: str = ""
+    """The elements of a container by kind, and autograd graphs, in words."""
 
 
 class Kept(msgspec.Struct, frozen=True):
@@ -104,6 +107,8 @@ class MemoryReport(msgspec.Struct, frozen=True):
     contexts: list[Kept]
     used: dict[GlobalId, list[Pin]]
     """The names on this worker that hold references, by the id of the value, which may be its own or another's."""
+    made_at: dict[GlobalId, str]
+    """The lines on this worker that made references, such as ``In[3]:4``, by the id of the value."""
     memory: WorkerMemory
 
 
@@ -120,6 +125,8 @@ class Holding(msgspec.Struct, frozen=True):
     """The value's type, shape and size, or its error; None for a context or a value that is not computed yet."""
     gpu: int = 0
     is_partial: bool = False
+    contents: str = ""
+    """The elements of a container by kind, autograd graphs, and the line that made the reference if known, in words."""
     context: int | None = None
     """The id of a context; None for a value."""
 
@@ -156,6 +163,7 @@ def collect() -> Holdings:
         reports, silent = ask_all(_report)
     order = {worker: number for number, worker in enumerate(reports)}
     used = {worker: report.used for worker, report in reports.items()}
+    made_at = {id_: place for report in reports.values() for id_, place in report.made_at.items()}
     items = []
     for worker, report in reports.items():
         for owned in report.owned:
@@ -164,7 +172,8 @@ def collect() -> Holdings:
             if own or not held:
                 held.append((worker, own or [_UNKNOWN]))
             held.sort(key=lambda each: order.get(each[0], len(order)))
-            items.append(Holding(worker, owned.nbytes, held, owned.id, owned.state, owned.gpu, owned.is_partial))
+            told = owned.contents + (f", made at {made_at[owned.id]}" if owned.id in made_at else "")
+            items.append(Holding(worker, owned.nbytes, held, owned.id, owned.state, owned.gpu, owned.is_partial, told))
         for kept in report.contexts:
             pin = Pin("context", f"context {kept.id}, which is open")
             items.append(Holding(worker, kept.nbytes, [(kept.maker, [pin])], gpu=kept.gpu, context=kept.id))
@@ -227,6 +236,8 @@ def _report() -> MemoryReport:
         contexts.append(Kept(context.id, agent.name_of(context.maker), here, gpu))
     values = _values(agent, census)  # 2. values with references
     numbers = _watch(census, values)
+    rrefs = references(agent)
+    rref_numbers = [census.watched.setdefault(id(rref), len(values) + at) for at, rref in enumerate(rrefs)]
     rows, leading = variables.count(census, named_values(roots))  # 3. variables, and which values they lead to
     names = names_by_value(roots)
     owned = []
@@ -234,14 +245,15 @@ def _report() -> MemoryReport:
         by = [Pin("context", f"context {context}") for context, known in kept.items() if value.place in known]
         by += [pins.variable(name) for name in names.get(value.key, ())]
         # The value is somewhere inside of these variables.
-        by += [Pin(each.kind, name, within=True) for each in leading.get(number, ()) for name in each.names]
+        by += leading.get(number, [])
         owned.append(msgspec.structs.replace(value.owned, pins=pins.told({*by})))
-    del leading
     used: dict[GlobalId, list[Pin]] = {}
-    rrefs = references(agent)
-    for rref, held in zip(rrefs, pins.find(rrefs, roots), strict=True):
+    for number, rref, held in zip(rref_numbers, rrefs, pins.find(rrefs, roots), strict=True):
+        held += leading.get(number, [])
         used[rref.id] = pins.told({*used.get(rref.id, []), *(held or [_UNKNOWN])})
-    return MemoryReport(owned, contexts, used, _memory(agent, census, rows))
+    lines = [(rref.id, rref.made_at) for rref in rrefs] + [(id_, made.made_at) for id_, made, _ in agent.owned()]
+    made_at = {id_: at.place for id_, line in lines if line for at in users_lines([CodeLine(*line, "")])}
+    return MemoryReport(owned, contexts, used, made_at, _memory(agent, census, rows))
 
 
 class _Value(NamedTuple):
@@ -291,7 +303,7 @@ def _count_value(
     with no_torch_function():
         at = storage_of(value) if inert.is_a(value, torch.Tensor) else None
     place = at[0] if at is not None else None
-    owned = Owned(id_, users, state, nbytes, walk.gpu, walk.is_partial or not walk.done)
+    owned = Owned(id_, users, state, nbytes, walk.gpu, walk.is_partial or not walk.done, contents=walk.contents())
     return _Value(owned, key, place), spent
 
 

@@ -42,8 +42,11 @@ class Pin(msgspec.Struct, frozen=True, order=True):
     within: bool = False
     """True if the object is somewhere inside what the name refers to."""
 
+    path: str = ""
+    """Where the object is in there, in words, if that is known."""
+
     def __str__(self) -> str:
-        return f"in {self.name}" if self.within else self.name
+        return self.path or (f"in {self.name}" if self.within else self.name)
 
     @property
     def idle(self) -> bool:
@@ -122,11 +125,12 @@ def _holders(objects: dict[int, object]) -> Iterator[tuple[object, set[int]]]:
 def told(pins: set[Pin]) -> list[Pin]:
     """Return the pins of an object that a user needs to see, sorted.
 
-    If a variable holds the object itself, the list does not say again that the variable contains it. If an entry of
-    `Out` or a traceback is listed, `_` is left out.
+    If a variable holds the object itself, the list does not say again that the variable contains it. A pin that says
+    where in a variable the object is replaces one that does not. If an entry of `Out` or a traceback is listed, `_`
+    is left out.
     """
-    direct = {(pin.kind, pin.name) for pin in pins if not pin.within}
-    found = {pin for pin in pins if not pin.within or (pin.kind, pin.name) not in direct}
+    in_order = sorted(pins, key=lambda pin: (not pin.within, pin.path))
+    found = set({(pin.kind, pin.name): pin for pin in in_order}.values())
     numbered = {pin for pin in found if pin.kind == "out" and pin.name.startswith("Out[")}
     better = numbered or any(pin.kind == "traceback" for pin in found)
     return sorted(pin for pin in found if pin.kind != "out" or pin in numbered or not better)

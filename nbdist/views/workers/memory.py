@@ -10,7 +10,7 @@ from nbdist.cluster.inspection.holdings import Holdings, WorkerMemory
 from nbdist.cluster.output.arranger import say_members
 from nbdist.views import tables
 from nbdist.views.drawing.pictures import themed
-from nbdist.views.workers.memory_rows import Look, Row, compare, fold, rows_of, split
+from nbdist.views.workers.memory_rows import Look, Row, compare, first_names, fold, rows_of, split
 
 _ROWS_SHOWN = 1000  # of a table
 _SINCE = "since last look"
@@ -206,8 +206,12 @@ def _growth(row: Row) -> str:
 
 
 def _names_that_hold(row: Row) -> str:
-    """Return the names that keep a row's objects alive, as text: a variable's own names, or ``worker: names``."""
+    """Return the names that keep a row's objects alive, as text: a variable's own names, or ``worker: names``.
+
+    Of a variable, the text also says where in it most of the bytes are.
+    """
     if row.kind == "variable":
-        return ", ".join(name for _, names in row.held for name in names)
+        told = ", ".join(name for _, names in row.held for name in first_names(names))
+        return f"{told}; mostly {row.main_part}" if row.main_part else told
     own = row.workers[0] if len(row.workers) == 1 else "each"
-    return "; ".join(f"{worker or own}: {', '.join(names)}" for worker, names in row.held)
+    return "; ".join(f"{worker or own}: {', '.join(first_names(names))}" for worker, names in row.held)

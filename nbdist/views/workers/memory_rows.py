@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -23,7 +24,6 @@ from nbdist.views import cards
 KINDS = {"references": "reference", "contexts": "context", "variables": "variable"}
 
 _ROWS_UNFOLDED = 8  # for the largest objects of one kind on each worker; smaller ones are put together
-_SMALL_BYTES = 100_000  # variables of fewer bytes are always put together
 _TYPES_SHOWN = 3  # types with a row of their own among the rows put together; all other types share one row
 _NAMES_SHOWN = 6  # names on one worker that a row shows as holders
 _LETTERS_SHOWN = 80  # of a value
@@ -48,6 +48,8 @@ class Row:
     grown: int = 0  # bytes more than in the last look
     new: int = 0  # objects in this row that the last look did not have
     count: int = 1  # objects put together in this row, on one worker
+    main_part: str = ""  # where in the object most of its bytes are, in words
+    digest: int | None = None  # for a small variable, a number that differs if the numbers and texts in it do
 
     @property
     def amount(self) -> int:
@@ -69,8 +71,9 @@ def rows_of(found: Holdings, workers: Container[str] | None = None) -> list[Row]
 
 def _row_of_item(item: Holding, memory: WorkerMemory) -> Row:
     """Return the row of a value that references hold, or of an autograd context if ``item`` has no id."""
-    held = tuple((name if name != item.worker else "", _first_names(list(map(str, pins)))) for name, pins in item.pins)
+    held = tuple((name if name != item.worker else "", tuple(map(str, pins))) for name, pins in item.pins)
     told = cards.value(item.state).partition("\n")[0][:_LETTERS_SHOWN] if item.id is not None else "graph and gradients"
+    told += item.contents
     kind, own = ("reference", item.id) if item.id is not None else ("context", item.context)
     qualname = item.state.qualname if item.state is not None else "value"
     key = (memory.incarnation, kind, own)
@@ -79,20 +82,16 @@ def _row_of_item(item: Holding, memory: WorkerMemory) -> Row:
 
 def _row_of_variable(variable: Variable, memory: WorkerMemory) -> Row:
     told = cards.value(variable.state)[:_LETTERS_SHOWN]
-    if variable.kind == "traceback":
-        told = "values of the frames"
-    elif variable.entries is not None:
-        told += f" of {variable.entries:,}"
-    held = (("", _first_names(variable.names)),)
+    told = "values of the frames" if variable.kind == "traceback" else told + variable.contents
+    held = (("", tuple(variable.names)),)
     key = (memory.incarnation, "variable", variable.names[0])
-    nbytes, gpu = variable.nbytes, variable.gpu
-    return Row(
-        (memory.name,), "variable", told, variable.state.qualname, nbytes, held, gpu, variable.is_partial, key=key
-    )
+    fixed = (memory.name,), "variable", told, variable.state.qualname, variable.nbytes, held, variable.gpu
+    return Row(*fixed, variable.is_partial, key=key, main_part=variable.main_part, digest=variable.digest)
 
 
-def _first_names(names: Sequence[str]) -> tuple[str, ...]:
-    return (*names[:_NAMES_SHOWN], "…") if len(names) > _NAMES_SHOWN else tuple(names)
+def first_names(names: Sequence[str]) -> list[str]:
+    """Return the first few of many names, and "…" if there are more."""
+    return [*names[:_NAMES_SHOWN], *["…"][: len(names) > _NAMES_SHOWN]]
 
 
 # -- the parts of a worker's memory ---------------------------------------------------------------
@@ -192,27 +191,37 @@ def compare(rows: Sequence[Row], last: Look | None) -> list[Row]:
 
 
 def fold(rows: Sequence[Row]) -> list[Row]:
-    """Return fewer rows: small objects of one worker are put together, then equal rows of several workers."""
-    groups = grouped(rows, lambda row: (row.workers[0], row.kind))
-    return fold_workers([row for group in groups.values() for row in _fold_small(group)])
+    """Return fewer rows, by worker, and small variables at the end: equal rows, and the smaller ones, are put together.
 
-
-def _fold_small(rows: list[Row]) -> list[Row]:
-    """Return fewer rows of one worker and kind: equal rows, small rows, and all but the largest are put together."""
-    rows = sorted(_fold_equal(rows), key=lambda row: -row.amount)
-    large = [row for row in rows if not _is_small(row)]
-    small = [row for row in rows if _is_small(row)]
-    return [*large[:_ROWS_UNFOLDED], *_by_type(large[_ROWS_UNFOLDED:], "more"), *_by_type(small, "small")]
-
-
-def _is_small(row: Row) -> bool:
-    return row.kind == "variable" and row.amount < _SMALL_BYTES and not row.is_partial
+    Small variables that are equal on several workers share a row, and those that differ share one on each worker.
+    """
+    large, small = list[Row](), list[Row]()
+    for group in grouped(rows, lambda row: (row.workers[0], row.kind)).values():
+        equal = sorted(_fold_equal(group), key=lambda row: -row.amount)
+        small += [row for row in equal if row.digest is not None]
+        left = [row for row in equal if row.digest is None]
+        large += [*left[:_ROWS_UNFOLDED], *_by_type(left[_ROWS_UNFOLDED:], "more")]
+    shared = grouped(fold_workers(small), lambda row: row.workers).values()
+    return [*fold_workers(large), *(row for group in shared for row in _by_type(group, "small"))]
 
 
 def _fold_equal(rows: list[Row]) -> list[Row]:
-    """Return fewer rows: rows of one worker that look the same become one, with the sums of bytes and of growth."""
-    equal = grouped(rows, lambda row: (row.what, row.nbytes, row.gpu, row.held, row.is_partial, row.idle))
+    """Return fewer rows: rows of one worker that look the same become one, with the sums of bytes and of growth.
+
+    References that one line has made may have different names.
+    """
+    equal = grouped(rows, lambda row: (row.what, row.nbytes, row.gpu, _holders(row), row.is_partial, row.idle))
     return [_put_together(same, f"{len(same)} x {same[0].what}") for same in equal.values()]
+
+
+def _holders(row: Row) -> tuple[object, ...]:
+    hides_names = ", made at " in row.what
+    return tuple((worker, () if hides_names else tuple(map(_elements, names))) for worker, names in row.held)
+
+
+def _elements(name: str) -> str:
+    """Return a name that holds one element as that which holds several: "elements of list held (3 elements)"."""
+    return re.sub(r"^(element|item) .+? of ", r"\1s of ", name)
 
 
 def _by_type(rows: list[Row], word: str) -> list[Row]:
@@ -239,14 +248,14 @@ def _put_together(rows: list[Row], what: str) -> Row:
     held: dict[str, dict[str, None]] = {}
     for row in rows:
         for worker, names in row.held:
-            held.setdefault(worker, {}).update(dict.fromkeys(names))
+            held.setdefault(worker, {}).update(dict.fromkeys(map(_elements, names)))
     return replace(
         rows[0],
         what=what,
         nbytes=sum(row.nbytes or 0 for row in rows),
         gpu=sum(row.gpu for row in rows),
-        # `_first_names` adds its own ellipsis.
-        held=tuple((worker, _first_names([name for name in names if name != "…"])) for worker, names in held.items()),
+        held=tuple((worker, tuple(names)) for worker, names in held.items()),
+        main_part="",
         is_partial=any(row.is_partial for row in rows),
         idle=all(row.idle for row in rows),
         grown=sum(row.grown for row in rows),
@@ -262,7 +271,8 @@ def fold_workers(rows: Sequence[Row]) -> list[Row]:
         # In words, as they are shown: amounts that look the same are the same.
         nbytes = size(row.nbytes) if row.nbytes is not None else None
         grown = size(abs(row.grown)), row.grown < 0
-        same = (row.kind, row.what, nbytes, size(row.gpu), row.held, row.is_partial, row.idle, grown, row.new)
+        looks = row.kind, row.what, nbytes, size(row.gpu), row.held, row.main_part, row.is_partial, row.idle, grown
+        same = (*looks, row.new, row.digest)
         known = found.get(same)
         found[same] = row if known is None else replace(known, workers=(*known.workers, *row.workers))
     return list(found.values())
