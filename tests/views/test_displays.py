@@ -262,7 +262,7 @@ def test_a_watched_cell_that_fails(watched):
 LOCAL = "torch.ones(2, requires_grad=True).sum().backward()"
 
 
-@pytest.mark.parametrize(("cell", "where"), [(LOCAL, "notebook"), (f"%%remote\n{LOCAL}", "worker0, worker1")])
+@pytest.mark.parametrize(("cell", "where"), [(LOCAL, "notebook"), (f"%%remote\n{LOCAL}", "worker0,1")])
 def test_a_local_pass_is_drawn(watched, unwatched, cell, where):
     told = watched.run(f"%%watch\n{cell}").value
     watched.until(lambda: states(watched, told[WIDGET]["model_id"], "snapshot")[-1]["ended"])

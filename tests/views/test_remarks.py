@@ -7,6 +7,7 @@ import pytest
 
 from nbdist.autograd.graph.events import Event
 from nbdist.autograd.graph.traces import Edge, NodeInfo, Trace, planned
+from nbdist.views.drawing.graph import as_svg
 from nbdist.views.passes import page, remarks, report
 from nbdist.views.passes.backward import Backward
 
@@ -202,3 +203,56 @@ def test_without_a_gpu_nothing_is_said_of_one():
     assert "GPU" not in "\n".join(report.as_text(found))
     assert "GPU" not in report.as_html(found, "told")
     assert "gpu" not in json.dumps(page.snapshot(found))
+
+
+def replicas(dtype="float32"):
+    """Two workers with equal graphs: Sum to Exp to a parameter; worker1 in another dtype, if one is given."""
+
+    def graph(dtype):
+        return [
+            NodeInfo(0, "ExpBackward0", "operation", (2,), dtype, (1,)),
+            NodeInfo(1, "Parameter", "leaf", (2,), dtype, ()),
+            NodeInfo(2, "SumBackward0", "operation", (), dtype, (0,)),
+        ]
+
+    return Backward(
+        planned(Trace(1, {"worker0": graph("float32"), "worker1": graph(dtype)}), [("worker0", 2), ("worker1", 2)])
+    )
+
+
+def norms(worker, *values):
+    """Events of a worker on which Sum, Exp and the parameter got gradients with these norms."""
+    return [
+        event
+        for time, (node, norm) in enumerate(zip((2, 0, 1), values, strict=True), 1)
+        for event in ran(worker, node, float(time), 0.5, norm=norm)
+    ]
+
+
+def test_gradients_that_grow_and_vanish_are_told():
+    found = told(replicas().after([*norms("worker0", 1.0, 2.0, 4000.0), *norms("worker1", 1.0, 2.0, 0.0)]))
+    assert "gradients grew most, 2000 times, in Exp@worker0 (node 0)" in found
+    assert "gradients vanished in Exp@worker1 (node 0), from norm 2 to 0" in found
+
+
+def test_gradients_that_change_little_are_not_told():
+    found = told(replicas().after([*norms("worker0", 1.0, 2.0, 4.0), *norms("worker1", 1.0, 2.0, 0.5)]))
+    assert not any("grew" in each or "vanished" in each or "equal norms" in each for each in found)
+
+
+def test_replicas_with_equal_gradients_are_told():
+    found = told(replicas().after([*norms("worker0", 1.0, 2.0, 4.0), *norms("worker1", 1.0, 2.0, 4.0)]))
+    assert any(each.startswith("the gradients of worker0,1 have equal norms to the bit") for each in found)
+
+
+def test_a_replica_in_another_dtype_is_told():
+    found = told(replicas("float16").after(norms("worker0", 1.0, 2.0, 4.0)))
+    said = "workers compute in other dtypes (float32 on worker0; float16 on worker1), first in Exp@worker0 (node 0)"
+    assert said in found
+
+
+def test_a_node_that_fails_is_told_and_marked():
+    found = replicas().after([Event(1.0, "worker1", "running", 0), Event(1.1, "worker1", "failed", 0)])
+    assert told(found)[0] == "the pass failed at Exp@worker1 (node 0)"
+    assert ">failed<" in as_svg(found.plan.trace, report.marks_of(found))
+    assert page.snapshot(found)["bad"] == list(found.nodes).index(("worker1", 0))

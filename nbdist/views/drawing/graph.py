@@ -64,6 +64,8 @@ class Marks:
     """The state of nodes: ``waiting``, ``ready``, ``running``, ``halted`` or ``done``; empty if no pass has begun."""
     bad: Key | None = None
     """The node at which the first NaN or Inf was found."""
+    failed: Key | None = None
+    """The node that has raised an error."""
     path: Sequence[Key] = ()
     """The nodes of the critical path."""
     in_vain: Collection[int] = ()
@@ -256,6 +258,8 @@ class _Drawing:
             found.append(("halted", _HALTED, "#fff"))
         if marks.bad in box.keys:
             found.append(("NaN", _BAD, "#fff"))
+        if marks.failed in box.keys:
+            found.append(("failed", _BAD, "#fff"))
         return found
 
     def _box(self, box: Box) -> str:
@@ -303,6 +307,7 @@ class _Drawing:
             told += f"has got {marks.got.get(key, 0)} of {counted(count, what)}"
         else:
             told += f"waits for {counted(count, what)}"
+        told += "; it has failed" if key == marks.failed else ""
         return told + ("; the first NaN or Inf" if key == marks.bad else "")
 
     # -- lines --------------------------------------------------------------------------------
@@ -368,6 +373,7 @@ class _Drawing:
             (in_vain, "is waited for, and does not come", _sample_line(_BAD, ' stroke-dasharray="5 3"'), 18.0),
             (marks.path, "critical path", _sample_line(_PATH), 18.0),
             ("NaN" in tags, "the first NaN or Inf", _sample_tag("NaN", _BAD, "#fff"), 28.0),
+            ("failed" in tags, "has failed", _sample_tag("failed", _BAD, "#fff"), 36.0),
             (True, self.way, "", 0.0),
         )
         return found + [(text, sample, width) for is_shown, text, sample, width in further if is_shown]

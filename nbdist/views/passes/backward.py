@@ -254,9 +254,7 @@ class Backward:
         return *place, totals[place], spent[place]
 
     def blamed(self) -> Key | None:
-        """Return the node that failed, or at which the first NaN or Inf arose in the forward pass, or else `bad`."""
-        if self.failed is not None:
-            return self.failed
+        """Return the node at which the first NaN or Inf arose in the forward pass, or else `bad`."""
         found = self.inherited
         if found is not None and (found.worker, found.node) in self.nodes:  # else it was not recorded
             return found.worker, found.node

@@ -66,7 +66,7 @@ def snapshot(found: Backward) -> dict[str, Any]:
         "norms": [_number_for_json(found.norm.get(key)) for key in found.nodes],
         "for": {index[key]: waits for key in found.nodes if (waits := found.waits(key))},
         "path": [index[key] for key in found.critical_path()],
-        "bad": index[blamed] if (blamed := found.blamed()) is not None else None,
+        "bad": index[blamed] if (blamed := found.failed or found.blamed()) is not None else None,
         "messages": [
             [message, found.messages.get(message, "expected" if message in used else "unused")]
             for _, _, message in found.links()

@@ -10,15 +10,19 @@ that refer to nodes::
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from nbdist.amounts import counted, duration, plural
 from nbdist.autograd.graph.events import Key
 from nbdist.autograd.graph.inherited import Inherited, told
+from nbdist.cluster.output.arranger import grouped, say_members
 from nbdist.views.drawing.folding import name_of
 from nbdist.views.passes.backward import Backward
 
+_GROWTH_TOLD = 100.0  # by how much a gradient's norm must grow in one node to be told
+_SHRINKING_TOLD = 1e-6
 _NODES_NAMED = 12  # of a path: its two ends, and the nodes that took the longest
 
 
@@ -43,7 +47,7 @@ def text_of(remark: Remark) -> str:
 
 
 def remarks(found: Backward) -> list[Remark]:
-    """Return sentences about a pass, finished or not: critical path, most time, first NaN or Inf, largest norm."""
+    """Return sentences about a pass, finished or not: what failed, took long, is not finite, or differs by worker."""
     made = [
         _failed(found),
         _critical_path(found),
@@ -51,6 +55,8 @@ def remarks(found: Backward) -> list[Remark]:
         _longest_on_gpu(found),
         _first_bad(found),
         _largest(found),
+        *_changes(found),
+        *_replicas(found),
     ]
     if found.plan.unused:
         count = len(found.plan.unused)
@@ -123,6 +129,44 @@ def _largest(found: Backward) -> Remark:
     if (key := found.largest()) is None:
         return ()
     return (SentencePart(f"the largest norm, {found.norm[key]:.4g}, was given to "), *_where(found, key))
+
+
+def _changes(found: Backward) -> Iterator[Remark]:
+    """Yield where gradients grew most, and where they vanished, if they did so strikingly."""
+    norms = {key: norm for key, norm in found.norm.items() if math.isfinite(norm)}
+    steps = [
+        (norms[after] / norms[key], key, after) for key, after, _ in found.links() if norms.get(key) and after in norms
+    ]
+    if steps and (most := max(steps))[0] > _GROWTH_TOLD:
+        yield SentencePart(f"gradients grew most, {most[0]:.0f} times, in "), *_where(found, most[1])
+    if steps and (least := min(steps))[0] < _SHRINKING_TOLD:
+        told = f", from norm {norms[least[1]]:.4g} to {norms[least[2]]:.4g}"
+        yield SentencePart("gradients vanished in "), *_where(found, least[1]), SentencePart(told)
+
+
+def _replicas(found: Backward) -> Iterator[Remark]:
+    """Yield how workers differ, or do not, that run the same graph, as replicas do: each by itself, in their dtypes."""
+    graphs = {
+        worker: tuple((node.number, node.name) for node in nodes) for worker, nodes in found.plan.trace.nodes.items()
+    }
+    for graph, workers in grouped(graphs, graphs.__getitem__).items():
+        if found.plan.edges or len(workers) < 2:
+            continue
+        for number, _ in graph:
+            dtypes = grouped(workers, lambda worker, number=number: found.nodes[worker, number].dtype)
+            if len(dtypes) > 1:
+                kinds = "; ".join(f"{dtype} on {say_members(names)}" for dtype, names in dtypes.items())
+                odd = min(dtypes.values(), key=len)[0]
+                yield (
+                    SentencePart(f"workers compute in other dtypes ({kinds}), first in "),
+                    *_where(found, (odd, number)),
+                )
+                break
+        norms = {worker: tuple(found.norm.get((worker, number)) for number, _ in graph) for worker in workers}
+        for values, same in grouped(workers, norms.__getitem__).items():
+            if len(same) > 1 and all(norm is not None and math.isfinite(norm) for norm in values) and any(values):
+                told = f"the gradients of {say_members(same)} have equal norms to the bit, at each node: they have "
+                yield (SentencePart(told + "computed the same, as if on the same data"),)
 
 
 def _named(found: Backward, key: Key) -> SentencePart:

@@ -48,4 +48,4 @@ def marks_of(found: Backward) -> Marks:
     states = {key: found.state_of(key) for key in found.plan.waits_for}
     got = None if all(state == "done" for state in states.values()) else found.got
     marks = marks_of_plan(found.plan)
-    return replace(marks, got=got, states=states, bad=found.blamed(), path=found.critical_path())
+    return replace(marks, got=got, states=states, bad=found.blamed(), failed=found.failed, path=found.critical_path())

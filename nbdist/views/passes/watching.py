@@ -44,6 +44,7 @@ from nbdist.autograd.inspection import plan_from, trace
 from nbdist.autograd.passes.context import Context
 from nbdist.autograd.passes.local_passes import local_passes
 from nbdist.autograd.watching.watcher import LOCAL, Until, Watch
+from nbdist.cluster.output.arranger import say_members
 from nbdist.errors import UsageError
 from nbdist.rpc.waits import blocking_wait
 from nbdist.views.passes import page, report
@@ -427,7 +428,7 @@ class Watcher:
         of_step = found is not None and found.plan.trace.of_step
         kind = f"pipeline step of {seen.root}" if of_step else f"{seen.mode.upper()} pass of {seen.root}"
         if seen.mode == LOCAL:
-            kind = f"backward() on {', '.join(found.plan.workers) if found is not None else ''}"
+            kind = f"backward() on {say_members(found.plan.workers) if found is not None else ''}"
         return f"{kind}: {ran} of {total} nodes, {self.state}{error}{more}"
 
     def __repr__(self) -> str:

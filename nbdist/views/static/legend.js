@@ -24,7 +24,7 @@ const LINES_MEAN = {
   "link message arrived": "message that came",
   "link message unused": "unused message",
 };
-const MARKS_MEAN = { path: "critical path", bad: "first NaN or Inf" };
+const MARKS_MEAN = { path: "critical path", bad: "failed, or first NaN or Inf" };
 
 /** The outline of a box of some kind, in a drawing. */
 export function outlined(kind, width, height, parent) {
