@@ -492,3 +492,28 @@ def test_a_watch_that_has_ended_is_over_for_its_view(world):
         watch = dist_autograd.watch(context_id)
     assert Watcher.of(watch).state == "ended"
     Watcher.of(watch).close()
+
+
+class Faulty(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 1.0
+
+    @staticmethod
+    def backward(ctx, gradient):
+        raise ValueError("mine")
+
+
+def fail(x):
+    return Faulty.apply(x)
+
+
+def test_a_pass_that_fails_on_another_worker_keeps_its_node(world):
+    with Watcher() as watcher, dist_autograd.context() as context_id:
+        loss = rpc.rpc_sync("worker1", fail, args=(leaf(),)).sum()
+        with pytest.raises(ValueError, match="mine"):
+            dist_autograd.backward(context_id, [loss])
+        wait_until(lambda: watcher.state == "failed", "the failure")
+        said = [line for line in report.as_text(watcher.backward) if "failed at" in line]
+    assert "the pass failed at Faulty@worker1" in said[0]
+    assert "return Faulty.apply(x)" in said[0]
