@@ -61,7 +61,7 @@ def _variables(shell: Any, magic: str) -> list[str]:
     if magic == "%dist_push":
         hidden = shell.user_ns_hidden
         return [name for name in list(shell.user_ns) if not name.startswith("_") and name not in hidden]
-    if magic in ("%dist_pull", "%dist_diff") and Cluster.current is not None:
+    if magic in ("%dist_pull", "%dist_diff", "%dist_compare") and Cluster.current is not None:
         return sorted({name for worker in Cluster.current.workers for name in worker.names})
     return []
 

@@ -23,7 +23,7 @@ from nbdist.amounts import counted, plural
 from nbdist.cluster.cluster import Cluster
 from nbdist.cluster.examination.examination import Examination, read_code
 from nbdist.cluster.hosts.launchers.join import how_to_join
-from nbdist.cluster.inspection import comparing, freeing, holdings, status, thread_stacks
+from nbdist.cluster.inspection import comparing, freeing, holdings, one_piece, status, thread_stacks
 from nbdist.cluster.inspection.print_logs import read_logs
 from nbdist.cluster.jupyter import labels
 from nbdist.cluster.jupyter.page_lines import Page, lines_above, moved_down
@@ -33,11 +33,11 @@ from nbdist.cluster.output.sinks import current_sink
 from nbdist.cluster.spec import DEFAULT_INVITATION, describe_options
 from nbdist.errors import NbdistError, UsageError
 from nbdist.magics.checking import check
-from nbdist.magics.lines import READERS, parse_diff, parse_init, parse_value, read
+from nbdist.magics.lines import READERS, parse_compare, parse_diff, parse_init, parse_value, read
 from nbdist.magics.overview import overview
 from nbdist.magics.session import NotebookSession
 from nbdist.views.passes.watching import Watcher
-from nbdist.views.workers import printed, stacks
+from nbdist.views.workers import comparison, printed, stacks
 from nbdist.views.workers.difference import DiffTable, say_code
 from nbdist.views.workers.line import line_in_place, lines_below
 from nbdist.views.workers.memory import FreedTable, MemoryTable
@@ -498,6 +498,30 @@ class DistMagics(Magics):  # type: ignore[misc, unused-ignore]
         rrefs = cluster.references(cell)
         by_name = {rref.owner_name(): rref for rref in (rrefs if isinstance(rrefs, list) else [rrefs])}
         return DiffTable(expression, list(by_name), *comparing.differences(by_name))
+
+    @no_var_expand
+    @line_magic
+    def dist_compare(self, line: str) -> None:
+        """Show where a model on workers begins to differ from the notebook's: %dist_compare EXPRESSION [-r TARGET].
+
+        The notebook holds the model in one piece, and workers the same under the same name: in DDP, in FSDP2, tensor
+        parallel or as a copy. The expression runs the model, here and then on all these workers at once. First come the
+        parameters and buffers, gathered one by one, then the input, then the output of each module, in the order of the
+        forward pass. What differs first is shown with the workers, the line that calls the module, and the collective
+        before it. Both sides need the same input.
+
+        The expression runs twice; the first run ends at the input. Draws of random numbers begin with one seed on both
+        sides. Afterwards, random states, gradients and buffers are as before, but an optimizer's step is not undone.
+        --exact    each bit counts; without it, what rounding can explain is equal, by the dtype and the sizes
+
+        Example:
+            %dist_compare model(x)
+        """
+        expression, targets, exact = parse_compare(line)
+        cluster, names = self._session.cluster(), self._shell.user_ns
+        living, run = _living(cluster, targets), functools.partial(self._run_here, expression)
+        found = one_piece.compare_with_workers(cluster, expression, living, exact, names, run)
+        print(comparison.say(expression, exact, *found))
 
     # -- cells ----------------------------------------------------------------------------------
 

@@ -167,13 +167,19 @@ def _line_span(text: str) -> tuple[int | None, int | None]:
     return _whole_number(first) if first.strip() else 1, _whole_number(last) if last.strip() else None
 
 
-def parse_diff(line: str) -> tuple[str, str | None]:
-    """Parse the line of ``%dist_diff``; return the expression, or ``--code``, and the target."""
+def parse_diff(line: str, magic: str = "%dist_diff") -> tuple[str, str | None]:
+    """Parse the line of ``%dist_diff``, or of a ``magic`` like it; return the expression or ``--code``, and the target."""
     # Not by a `Reader`: the quotes in an expression are Python's, and not a shell's.
     found = re.fullmatch(r"(.*?)(?:\s(?:-r|--rank|--targets)[\s=]+(.+))?", line.strip())
     if found is None or not found[1].strip():
-        raise UsageError("%dist_diff needs an expression to compare; write: %dist_diff EXPRESSION [-r TARGET]")
+        raise UsageError(f"{magic} needs an expression to compare; write: {READERS[magic].usage}")
     return found[1].strip(), found[2]
+
+
+def parse_compare(line: str) -> tuple[str, str | None, bool]:
+    """Parse the line of ``%dist_compare``; return the expression, the target, and whether each bit counts."""
+    rest = re.sub(r"(^|\s)--exact(?=\s|$)", "", line.rstrip())
+    return *parse_diff(rest, "%dist_compare"), rest != line.rstrip()
 
 
 def _numbers(text: str) -> tuple[int, ...]:
@@ -251,6 +257,9 @@ for _magic in ("%dist_push NAME [NAME ...]", "%dist_pull NAME [NAME ...]", "%dis
     _values = _reader(f"{_magic} [-r TARGET]", *(["--code"] if "--code" in _magic else []))
     _values.add_argument("names", nargs="+")
     _values.add_argument("-r", "--rank", "--targets", dest="targets", nargs="+")
+
+_compare = _reader("%dist_compare EXPRESSION [-r TARGET] [--exact]", "--exact")
+_compare.add_argument("-r", "--rank", "--targets", dest="targets", nargs="+")
 
 # For completion: parse_value reads the line, as parse_diff does.
 _value = _reader("%remote [-t SECONDS] TARGET expression")

@@ -19,7 +19,7 @@ BY_QUESTION: tuple[tuple[str, tuple[str, ...]], ...] = (
     ),
     ("It is slow: what takes the time?", ("%%timeline", "%%watch", "%dist_panel", "%dist_doctor")),
     ("It runs out of memory: what is held, and by whom?", ("%dist_memory", "%dist_free")),
-    ("It is wrong, or NaN: where does it begin?", ("%%watch", "%dist_diff")),
+    ("It is wrong, or NaN: where does it begin?", ("%%watch", "%dist_diff", "%dist_compare")),
     ("It failed: what did a worker say?", ("%dist_log",)),
 )
 # A line below the magics of a question.

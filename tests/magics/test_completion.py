@@ -156,6 +156,8 @@ def test_lines_that_name_workers_or_variables(notebook):
     assert completions(notebook, "%dist_push mine_") == ["%dist_push mine_here"]
     assert "%dist_pull mine_on_1" in completions(notebook, "%dist_pull mine_")
     assert "%dist_diff mine_on_1" in completions(notebook, "%dist_diff mine_")
+    assert "%dist_compare mine_on_1" in completions(notebook, "%dist_compare mine_")
+    assert completions(notebook, "%dist_compare model(x) --e") == ["%dist_compare model(x) --exact"]
     for magic in ("%dist_diff", "%dist_log", "%dist_memory"):
         assert completions(notebook, f"{magic} worke") == [f"{magic} worker0", f"{magic} worker1"]
 

@@ -40,6 +40,10 @@ def test_magics_that_are_refused(magics, name, arguments, text):
     [
         (lambda: lines.parse_diff("  "), r"%dist_diff needs an expression to compare; write: "),
         (
+            lambda: lines.parse_compare("--exact"),
+            r"%dist_compare needs an expression to compare; write: %dist_compare EXPR",
+        ),
+        (
             lambda: lines.read("%%watch", "-o a.b"),
             r"-o/--out: needs the name of a variable, not 'a.b'; write: %%watch ",
         ),

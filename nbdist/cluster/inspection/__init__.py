@@ -4,6 +4,8 @@
 `print_logs`      the lines that each worker has printed
 `comparing`       compares a value across workers
 `rounding`        tells rounding from a difference
+`forward_passes`  observes parameters and forward passes of models
+`one_piece`       compares the notebook's model with the workers'
 `anatomy`         what a value consists of, and where in it an object is
 `census`          counts the memory of objects
 `pins`            the names that hold an object

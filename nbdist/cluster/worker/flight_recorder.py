@@ -11,7 +11,7 @@ import math
 import os
 import threading
 from collections.abc import Iterable, Mapping, Sequence
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 import msgspec
@@ -70,6 +70,17 @@ def read(formed_at: int, *, places: bool) -> list[GroupHistory]:
     present, is_whole = _since(formed_at, flight_record(frames=places).get("entries", ()))
     titles = {name: _title(group) for name, group in groups_by_name().items()}
     return histories(present, process_groups(), titles, thread_frames() if places else {}, is_whole)
+
+
+def last_collective(since: int, but: CodeType) -> str:
+    """Return the collective that this process has called last, in words; "" if none since ``since``, by `time.time_ns`.
+
+    Those that the function ``but`` has called do not count.
+    """
+    for entry in reversed(flight_record(frames=True).get("entries", ())):
+        if all((each["filename"], each["name"]) != (but.co_filename, but.co_name) for each in entry.get("frames", ())):
+            return _given(entry).text if entry["time_created_ns"] >= since else ""
+    return ""
 
 
 def decode(record: bytes, formed_at: int, groups: Iterable[GroupHistory]) -> list[GroupHistory]:

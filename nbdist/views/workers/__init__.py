@@ -7,6 +7,7 @@
 `panel`        the samples of `%dist_panel`
 `printed`      the lines of `%dist_log`
 `difference`   the result of `%dist_diff`
+`comparison`   the result of `%dist_compare`
 `examination`  the result of `%dist_doctor`
 `line`         one line for a long operation
 `memory_rows`  the memory reports of workers as rows of a table
