@@ -168,7 +168,7 @@ def _line_span(text: str) -> tuple[int | None, int | None]:
 
 
 def parse_diff(line: str, magic: str = "%dist_diff") -> tuple[str, str | None]:
-    """Parse the line of ``%dist_diff``, or of a ``magic`` like it; return the expression or ``--code``, and the target."""
+    """Parse the line of ``%dist_diff``, or of a ``magic`` like it; return expression (or ``--code``) and target."""
     # Not by a `Reader`: the quotes in an expression are Python's, and not a shell's.
     found = re.fullmatch(r"(.*?)(?:\s(?:-r|--rank|--targets)[\s=]+(.+))?", line.strip())
     if found is None or not found[1].strip():
