@@ -153,7 +153,8 @@ def _replicas(found: Backward) -> Iterator[Remark]:
         if found.plan.edges or len(workers) < 2:
             continue
         for number, _ in graph:
-            dtypes = grouped(workers, lambda worker, number=number: found.nodes[worker, number].dtype)
+            of_worker = {worker: found.nodes[worker, number].dtype for worker in workers}
+            dtypes = grouped(workers, of_worker.__getitem__)
             if len(dtypes) > 1:
                 kinds = "; ".join(f"{dtype} on {say_members(names)}" for dtype, names in dtypes.items())
                 odd = min(dtypes.values(), key=len)[0]
