@@ -32,6 +32,8 @@ _PYTHON = f"{sysconfig.get_paths()['stdlib']}/"
 # torch.autograd calls nbdist's engine in place of its own. So each backward pass has a frame of this file, below which
 # torch waits in C++ for other workers: it counts as a frame of the file of torch that has called it.
 _STANDS_FOR = {f"{NBDIST}autograd/passes/engine.py": f"{TORCH}autograd/graph.py"}
+BACKWARD = frozenset([*_STANDS_FOR, *_STANDS_FOR.values()])
+"""The files of the innermost frames of Python while a backward pass runs in C++."""
 _PACKAGES = tuple(f"{sysconfig.get_paths()[name]}/" for name in ("purelib", "platlib"))
 # ipykernel compiles a cell under a digest of its code, in a directory of the process.
 _CELL = re.compile(r"/ipykernel_\d+/\d+\.py$")

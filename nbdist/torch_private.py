@@ -66,6 +66,7 @@ FUNCTIONS: dict[str, str] = {
     "torch.distributed.distributed_c10d._world": (
         "a worker's death ends the collectives of all process groups, and a group may not form after a failed forming"
     ),
+    "torch.distributed.distributed_c10d._register_process_group": "a hang in send or recv is not explained",
     "torch.distributed.distributed_c10d._warn_not_in_group": "the warning of a foreign group has a line of torch's",
     "torch.distributed.distributed_c10d._set_pg_timeout": (
         "init_process_group(timeout=...) in a cell leaves the timeout of a process group that is there as it is"
@@ -372,6 +373,17 @@ def take_over_warning_of_group(warn: Callable[[str], None]) -> None:
     """Have torch call ``warn(operation)`` for a collective of a group that the process is not in, and not warn."""
     if _find("torch.distributed.distributed_c10d._warn_not_in_group") is not None:
         vars(torch.distributed.distributed_c10d)["_warn_not_in_group"] = warn
+
+
+def watch_new_groups(watch: Callable[[str, Any], None]) -> None:
+    """Have torch call ``watch(name, group)`` for each process group that forms, before its first operation."""
+    if (register := _find("torch.distributed.distributed_c10d._register_process_group")) is not None:
+
+        def register_watched(name: str, group: Any) -> None:
+            register(name, group)
+            watch(name, group)
+
+        vars(torch.distributed.distributed_c10d)["_register_process_group"] = register_watched
 
 
 # -- sparse tensors -----------------------------------------------------------------------------------------

@@ -19,14 +19,16 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent import futures
 
+from nbdist.amounts import plural
 from nbdist.cluster.group_history import GroupHistory
 from nbdist.cluster.jupyter.kernel_connection import KernelThread
 from nbdist.cluster.kernels.cells import Cell
 from nbdist.cluster.kernels.crash_reports import share_expected
 from nbdist.cluster.kernels.workers import Worker
 from nbdist.cluster.lifecycle import Lifecycle
-from nbdist.cluster.output.arranger import stream_text
+from nbdist.cluster.output.arranger import say_names, stream_text
 from nbdist.cluster.partings import Parting, find_odd_one, find_partings, say_last
+from nbdist.cluster.processes.last_operations import CALLED_LAST
 from nbdist.cluster.processes.probe import ANSWER_WITHIN, Probe
 from nbdist.cluster.worker import flight_recorder
 from nbdist.errors import NbdistError
@@ -136,8 +138,10 @@ class Collation:
         partings = self.conclude(asked, {}, at_rest=True)
         lost = self._has_lost(cell)
         if lost and not partings:
+            blank = [each.name for each in self._workers if each.name in lost and CALLED_LAST not in (each.lost or "")]
+            own = plural(len(blank), "its own record is", "their own records are")
             for text in say_last(_told(asked), [worker.name for worker in self._workers], lost):
-                _print(cell, text)
+                _print(cell, f"{text}; of {say_names(blank)}, {own} lost" if blank else text)
         for each in partings:
             if self._key(each) not in self._told and (is_whole or not each.absent):
                 self._told.add(self._key(each))

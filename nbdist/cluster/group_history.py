@@ -1,5 +1,7 @@
 """`GroupHistory`: the collectives of one process group, as one of its members has called them. Plain data.
 
+`Transfers` are its sends and receives, which are counted for each pair of members.
+
 Every member numbers the collectives of a group from 1, in the order in which it calls them. So in a healthy program
 the members agree on what each number is; `nbdist.cluster.partings` compares them.
 """
@@ -57,6 +59,20 @@ class Wait(msgspec.Struct, frozen=True):
     """The module or the gradients for which DDP or FSDP2 has called it, such as ``module layers.0``."""
 
 
+class Transfers(msgspec.Struct, frozen=True):
+    """The sends of one member to another one of its group, with the same tag; or its receives."""
+
+    is_send: bool
+    peer: int
+    """The global rank of the other member; -1 for receives from any member."""
+    tag: int
+    count: int
+    newest: list[Given]
+    """The last ones, from the newest on."""
+    waits: bool = False
+    """True if the member's main thread is in a call of this kind, or in a ``wait`` that may be for one of these."""
+
+
 class GroupHistory(msgspec.Struct, frozen=True):
     """The last collectives of a process group that one member has called."""
 
@@ -74,6 +90,8 @@ class GroupHistory(msgspec.Struct, frozen=True):
     waits: list[Wait] = []
     busy: bool = False
     """True if a thread of the member runs the user's code: it may yet call more."""
+    transfers: list[Transfers] | None = None
+    """The sends and receives; None where they are not known: below torch 2.14, or while the member holds the GIL."""
 
     @property
     def last(self) -> int:

@@ -34,14 +34,17 @@ def find_partings(
 
     ``histories`` has what each worker tells of its groups; nothing is claimed of a worker that has told nothing.
     ``names`` are the names of all workers, by rank. A collective that some members lack counts if another one waits in
-    it; if all are ``at_rest``, it counts if these members are not busy, and so will not call it any more.
+    it; if all are ``at_rest``, it counts if these members are not busy, and so will not call it any more. A send or
+    receive for which a member waits, and that the other member has not called, makes a `Parting` of its own; none
+    ``at_rest``, because the other one may call it in a later cell.
     """
     groups: dict[str, dict[str, GroupHistory]] = {}
     for worker, told in histories.items():
         for history in told:
             groups.setdefault(history.name, {})[worker] = history
     found = (_part(members, names) or _lack(members, names, at_rest) for members in groups.values())
-    return [each for each in found if each is not None]
+    unmatched = [] if at_rest else [each for members in groups.values() for each in _find_unmatched(members, names)]
+    return [*(each for each in found if each is not None), *unmatched]
 
 
 def say_last(histories: Mapping[str, Sequence[GroupHistory]], names: Sequence[str], lost: Sequence[str]) -> list[str]:
@@ -55,9 +58,8 @@ def say_last(histories: Mapping[str, Sequence[GroupHistory]], names: Sequence[st
         each = [
             f"{say_names(who)} {text} (#{number})" for (number, text), who in grouped(last, last.__getitem__).items()
         ]
-        own = plural(len(lost), "its own record is", "their own records are")
         title = _title(next(iter(members.values())), names)
-        said.append(f"last in the {title}: {', '.join(each)}; of {say_names(lost)}, {own} lost")
+        said.append(f"last in the {title}: {', '.join(each)}")
     return said
 
 
@@ -141,6 +143,31 @@ def _lack(members: Mapping[str, GroupHistory], names: Sequence[str], at_rest: bo
     )
     behind = max(each.last for each in there.values()) - number + 1
     return Parting(history.name, number, text, tuple(absent), list(waits), behind)
+
+
+def _find_unmatched(members: Mapping[str, GroupHistory], names: Sequence[str]) -> list[Parting]:
+    """Return the sends and receives for which members wait, and that their partners have not called.
+
+    Of a chain of members that wait for each other, returns only those for members that do not wait themselves.
+    """
+    known = {names.index(worker): each.transfers for worker, each in members.items() if each.transfers is not None}
+    counts = {(one.is_send, rank, one.peer, one.tag): one.count for rank, told in known.items() for one in told}
+    found = []
+    for worker, history in members.items():
+        for own in filter(lambda each: each.waits, history.transfers or ()):
+            if own.peer not in known:
+                continue  # one that has told nothing may have called it; and for `recv` from any member, anyone may
+            me, partner = names.index(worker), names[own.peer]
+            theirs = sum(counts.get((not own.is_send, own.peer, to, own.tag), 0) for to in (me, -1))
+            if (lacking := own.count - theirs) > 0:
+                given = own.newest[min(lacking, len(own.newest)) - 1]
+                what = f"recv #{theirs + 1} from {worker}" if own.is_send else f"send #{theirs + 1} to {worker}"
+                tag = f", tag {own.tag}" if own.tag else ""
+                here = f"({given.name}{given.place and f' at {given.place}'}), {given.tensors}{tag}"
+                text = f"{partner} has not come to {what} {here}, {_title(history, names)}"
+                found.append(Parting(history.name, theirs + 1, text, (partner,), [worker], lacking))
+    waiting = {each.present[0] for each in found}
+    return [each for each in found if not waiting.intersection(each.absent)] or found
 
 
 def _title(history: GroupHistory, names: Sequence[str]) -> str:

@@ -7,6 +7,8 @@ import signal
 import pytest
 from helpers.notebook.frontend import Notebook
 
+from nbdist.torch_private import torch_version
+
 DDP = """
 from torch.nn.parallel import DistributedDataParallel
 model = DistributedDataParallel(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2)))
@@ -79,6 +81,36 @@ DIFFERENCES = {
     ),
 }
 
+UNMATCHED = {
+    # The program, and the line below its cell, after the first seconds.
+    "recv": (
+        "x = torch.ones(4)\nif rank == 0:\n    while True: pass\nif rank == 1: dist.recv(x, 0)",
+        r"worker0 has not come to send #1 to worker1 \(recv at In\[\d+\]:5\), float32\[4\], default group: "
+        r"worker1 waits in dist\.recv\(src=0\), In\[\d+\]:5, \d+ s; worker0 computes at In\[\d+\]:4; "
+        r"worker2 is through with this cell",
+    ),
+    "send": (
+        "x = torch.ones(4)\nfor step in range(3):\n    if rank == 2: dist.send(x, 0)\n"
+        "    if rank == 0 and step < 2: dist.recv(x, 2)",
+        r"worker0 has not come to recv #3 from worker2 \(send at In\[\d+\]:4\), float32\[4\], default group: .*",
+    ),
+    "another tag": (
+        "x = torch.ones(4)\nif rank == 1: dist.irecv(x, 0, tag=3).wait()\nif rank == 0: dist.send(x, 1, tag=2)",
+        r"worker1 has not come to recv #1 from worker0 \(send at In\[\d+\]:4\), float32\[4\], tag 2, default group; "
+        r"worker0 has not come to send #1 to worker1 \(irecv at In\[\d+\]:3\), float32\[4\], tag 3, default group: .*",
+    ),
+    "a group": (
+        "pair = dist.new_group([1, 2], group_desc='pair')\nif rank == 2: dist.recv(torch.ones(2), group=pair, src=1)",
+        r"worker1 has not come to send #1 to worker2 \(recv at In\[\d+\]:3\), float32\[2\], group 'pair': .*",
+    ),
+    "batched": (
+        "ops = [dist.P2POp(dist.irecv, torch.ones(2), (rank + 1) % 3)]\n"
+        "if rank: ops.append(dist.P2POp(dist.isend, torch.ones(2), rank - 1))\n"
+        "for work in dist.batch_isend_irecv(ops): work.wait()",
+        r"worker0 has not come to send #1 to worker2 \(batch_isend_irecv at In\[\d+\]:4\), float32\[2\], .*",
+    ),
+}
+
 
 @pytest.fixture(scope="module")
 def shared():
@@ -106,6 +138,58 @@ def test_different_collectives_are_told_at_the_first_look(notebook, name):
     code, told = DIFFERENCES[name]
     cell = notebook.send(f"%%remote --progress-after 600\n{code}")
     notebook.until(lambda: re.fullmatch(told, cell.line), what=told)
+
+
+@pytest.mark.skipif(torch_version() < (2, 14), reason="torch calls no hooks")
+@pytest.mark.parametrize("name", UNMATCHED)
+def test_who_has_not_sent_or_received_is_named(notebook, name):
+    code, told = UNMATCHED[name]
+    cell = notebook.send(f"%%remote --progress-after 3\n{code}")
+    notebook.until(lambda: re.fullmatch(told, cell.line), what=told)
+
+
+HEALTHY = """
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+for schedule in (ScheduleGPipe, Schedule1F1B):
+    stage = PipelineStage(torch.nn.Linear(8, 8), rank, world_size, torch.device('cpu'))
+    schedule = schedule(stage, 6, loss_fn=torch.nn.functional.mse_loss)
+    for step in range(4):
+        schedule.step(*[torch.ones(12, 8)] * (rank == 0), **{'target': torch.ones(12, 8)} if rank == 2 else {})
+for step in range(30):
+    ops = [dist.P2POp(dist.isend, torch.ones(9), (rank + 1) % 3), dist.P2POp(dist.irecv, torch.ones(9), (rank - 1) % 3)]
+    for work in dist.batch_isend_irecv(ops): work.wait()
+    for other in (1, 2):
+        if rank == 0: dist.recv(torch.ones(5), tag=step + 1)
+        elif rank == other: dist.send(torch.ones(5), 0, tag=step + 1)
+early = dist.irecv(torch.ones(3), (rank - 1) % 3)
+dist.all_reduce(torch.ones(3))
+dist.isend(torch.ones(3), (rank + 1) % 3).wait()
+early.wait()
+dist.send_object_list(['x'], 2) if rank == 0 else dist.recv_object_list([None], 0) if rank == 2 else None
+"""
+
+
+COMPARED = """
+from msgspec.structs import replace
+from nbdist.cluster.group_history import GroupHistory
+from nbdist.cluster.partings import find_partings
+from nbdist.cluster.worker import flight_recorder
+[own] = flight_recorder.read(0, places=True)
+told = [None] * 3
+dist.all_gather_object(told, [replace(each, waits=True) for each in own.transfers])
+groups = {f'worker{who}': [GroupHistory('0', '', [0, 1, 2], transfers=each)] for who, each in enumerate(told)}
+print(sum(each.count for each in own.transfers) > 100, [each.text for each in find_partings(groups, list(groups))])
+"""
+
+
+@pytest.mark.skipif(torch_version() < (2, 14), reason="torch calls no hooks")
+def test_all_transfers_of_healthy_programs_match(notebook):
+    notebook.run("%dist_restart -p")  # the counts begin anew
+    notebook.run(f"%%remote\n{HEALTHY}")
+    assert notebook.run(f"%%remote\n{COMPARED}").stdout == "[worker0-2] True []\n"
+    notebook.run("%%remote\nif rank == 1: dist.isend(torch.ones(3), 2)")
+    [line] = notebook.run(f"%%remote\n{COMPARED}").stdout.splitlines()
+    assert "worker2 has not come to recv #" in line
 
 
 def test_a_worker_that_was_not_sent_the_cell_is_missing(notebook):

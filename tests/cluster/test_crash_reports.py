@@ -1,5 +1,6 @@
 """What a process wrote before it died is cut to the lines that say why."""
 
+import os
 import re
 import threading
 
@@ -8,6 +9,10 @@ from helpers.notebook.frontend import Notebook
 
 from nbdist.cluster.kernels.crash_reports import lines_that_say_why, share_expected
 from nbdist.cluster.kernels.sightings import Sighting, say_last_seen
+from nbdist.cluster.processes.last_operations import LastOperations, split_off
+from nbdist.torch_private import torch_version
+
+HAS_HOOKS = torch_version() >= (2, 14)
 
 PYTHONS = threading.__file__
 CELL = "/tmp/ipykernel_7/123.py"
@@ -31,6 +36,7 @@ GLOO = """terminate called after throwing an instance of 'gloo::EnforceNotMet'
 # gloo aborts. SIGSEGV, sometimes: Python writes the frames of all threads then, also of those that run.
 ENDED = re.compile(r"worker1 was killed by SIG(ABRT|SEGV)")
 SAID = "gloo: the workers gave tensors of different sizes to a collective: this one expected 8 bytes and was sent 16"
+EARLIER = re.escape("all_reduce float32[9] (In[7]:9), all_reduce float32[8] (In[7]:8)")
 FRAMES = [f'  File "{CELL}", line 3 in f', f'  File "{CELL}", line 5 in <module>']
 
 
@@ -62,6 +68,26 @@ def test_where_a_worker_was_seen_last_is_told_with_the_growth_of_its_memory():
     assert say_last_seen([Sighting(1.0, *call, 0)], 3.0) == "it was seen last in dist.barrier(), In[3]:4, 2 s before"
 
 
+def test_the_last_operations_stand_in_the_memory_that_survives():
+    kept = LastOperations()
+    try:
+        for number in range(20):
+            kept.note(1000.0 + number, f"all_reduce float32[{number // 2}] (In[7]:{number // 2})".encode())
+        kept.note(1021.0, b"x" * 1000)  # cut, and the one before stays whole
+        left = os.pread(kept.file, 1 << 16, 0).decode()
+    finally:
+        os.close(kept.file)
+    assert len(left) <= 4096
+    crash = f"{PYTHON}{GLOO}"
+    rest, said = split_off(f"{crash}{left}", 1021.4)  # as the zygote appends it
+    assert rest == crash.strip()
+    assert re.fullmatch(rf"it called last: x+, 0 s before, with \d+ MB; before that {EARLIER}", said), said
+    assert split_off("all is well\n", 0.0) == ("all is well", "")
+    assert split_off("\n@nbdist-operation 3000 0 barrier (In[7]:12)  ", 5.0)[1] == (
+        "it called last: barrier (In[7]:12), 2 s before"
+    )
+
+
 # -- with workers ---------------------------------------------------------------------------------
 
 
@@ -78,10 +104,9 @@ def test_a_receiver_that_gloo_ends_says_who_gave_what_and_dies_once(notebook):
     told = "\n".join(cell.error["traceback"])
     assert SAID in told
     assert f"Cell {cell.name} on worker1, line 3" in told
-    assert cell.stderr == (
-        f"last in the group of worker0,1: worker0 broadcast float32[4] ({cell.name}:3) (#1); "
-        "of worker1, its own record is lost\n"
-    )
+    own = "" if HAS_HOOKS else "; of worker1, its own record is lost"
+    assert cell.stderr == f"last in the group of worker0,1: worker0 broadcast float32[4] ({cell.name}:3) (#1){own}\n"
+    assert (f"it called last: broadcast float32[2] ({cell.name}:3), " in told) == HAS_HOOKS
     for question in ("%remote all rank", "%dist_diff rank"):
         found = notebook.run(question)
         assert found.stdout == "worker1 is lost, and left out.\n"
@@ -118,8 +143,46 @@ load()"""
         rf"worker2 was killed by SIGKILL \(out of memory, or killed by hand\)\n"
         rf"it was seen last in .*, {re.escape(cell.name)}:[67], \d s before, with \S+ [MG]B, "
         r"\S+ MB more than \d s earlier\n"
+        r"(it called last: .*\n)?"  # in an earlier cell
         r"`%dist_restart worker2` starts it again"
     )
     assert re.search(told, "\n".join(cell.error["traceback"])), cell.error
     assert "it was seen last in" in notebook.run("%dist_log worker2").stdout
+    notebook.run("%dist_restart")
+
+
+@pytest.mark.skipif(not HAS_HOOKS, reason="torch calls no hooks")
+@pytest.mark.parametrize("how", ["os.kill(os.getpid(), signal.SIGKILL)", "os.abort()"])
+def test_what_a_worker_was_about_to_do_survives_it(notebook, how):
+    code = f"""import os, signal, threading
+if rank == 1:
+    threading.Timer(1, lambda: {how}).start()
+    dist.broadcast(torch.ones(2, 5), src=1)
+    dist.recv(torch.ones(3), src=0)
+else:
+    dist.broadcast(torch.ones(2, 5), src=1)
+dist.barrier()"""
+    cell = notebook.run(f"%%remote\n{code}", check=False)
+    told = (
+        rf"it called last: recv float32\[3\] \({re.escape(cell.name)}:6\) from rank 0, \d+ s before, with \d+ MB; "
+        rf"before that broadcast float32\[2, 5\] \({re.escape(cell.name)}:5\)"
+    )
+    assert re.search(told, "\n".join(cell.error["traceback"])), cell.error
+    assert "its own record is lost" not in cell.stderr
+    assert re.search(told, notebook.run("%dist_log worker1").stdout)
+    notebook.run("%dist_restart")
+
+
+@pytest.mark.skipif(not HAS_HOOKS, reason="torch calls no hooks")
+def test_a_bucket_of_ddp_is_told_with_its_line(notebook):
+    code = """import os, signal
+from torch.nn.parallel import DistributedDataParallel
+model = DistributedDataParallel(torch.nn.Linear(4, 4))
+loss = model(torch.ones(2, 4)).sum()
+loss.backward()
+if rank == 1: os.kill(os.getpid(), signal.SIGKILL)
+dist.barrier()"""
+    cell = notebook.run(f"%%remote\n{code}", check=False)
+    told = "\n".join(cell.error["traceback"])
+    assert f"it called last: all_reduce ({cell.name}:6), " in told, told
     notebook.run("%dist_restart")

@@ -8,7 +8,7 @@ import pathlib
 
 import pytest
 
-from nbdist.cluster.group_history import Given, GroupHistory, Wait
+from nbdist.cluster.group_history import Given, GroupHistory, Transfers, Wait
 from nbdist.cluster.partings import find_odd_one, find_partings
 from nbdist.cluster.worker.flight_recorder import decode, histories
 
@@ -215,3 +215,59 @@ def test_a_process_that_has_called_nothing_at_all_says_so():
 def test_a_collective_that_all_recorders_have_dropped_is_not_missed():
     told = {"worker0": [history(12, first=10, waits=[Wait(12)])], "worker1": [history(5)]}
     assert find_partings(told, NAMES, at_rest=True) == []
+
+
+# -- sends and receives ---------------------------------------------------------------------------
+
+SEND = Given("send", "float32[4]", place="In[7]:3")
+RECV = Given("recv", "float32[4]", place="In[7]:12")
+
+
+def sends(peer, count, *, tag=0, waits=False):
+    return Transfers(True, peer, tag, count, [SEND], waits)
+
+
+def receives(peer, count, *, tag=0, waits=False):
+    return Transfers(False, peer, tag, count, [RECV], waits)
+
+
+def unmatched(*transfers, at_rest=False):
+    """Return the texts about the default group, of whose members each argument has the transfers, by rank."""
+    told = {
+        NAMES[rank]: [GroupHistory("0", "default group", [0, 1, 2], transfers=each)]
+        for rank, each in enumerate(transfers)
+    }
+    return [(each.text, each.absent, each.present) for each in find_partings(told, NAMES, at_rest=at_rest)]
+
+
+def test_a_receive_without_its_send_is_told():
+    text = "worker0 has not come to send #3 to worker1 (recv at In[7]:12), float32[4], default group"
+    assert unmatched([sends(1, 2)], [receives(0, 3, waits=True)], []) == [(text, ("worker0",), ["worker1"])]
+    assert unmatched([sends(1, 2)], [receives(0, 3, waits=True)], [], at_rest=True) == []
+
+
+def test_a_send_without_its_receive_is_told_with_its_tag():
+    text = "worker2 has not come to recv #1 from worker0 (send at In[7]:3), float32[4], tag 5, default group"
+    found = unmatched([sends(2, 1, tag=5, waits=True)], [], [receives(0, 1, tag=4)])
+    assert found == [(text, ("worker2",), ["worker0"])]
+
+
+def test_a_receive_from_any_member_may_take_a_send_and_is_not_told_itself():
+    assert unmatched([receives(-1, 2, waits=True)], [sends(0, 2, waits=True)], []) == []
+    [(text, *_)] = unmatched([receives(-1, 3, waits=True)], [sends(0, 4, waits=True)], [])
+    assert text.startswith("worker0 has not come to recv #4 from worker1 (send at In[7]:3)")
+
+
+def test_of_a_chain_its_end_is_told_and_of_a_circle_all():
+    chain = [[], [receives(0, 1, waits=True)], [receives(1, 1, waits=True)]]
+    assert [absent for _, absent, _ in unmatched(*chain)] == [("worker0",)]
+    circle = [[receives(2, 1, waits=True)], *chain[1:]]
+    assert [absent for _, absent, _ in unmatched(*circle)] == [("worker2",), ("worker0",), ("worker1",)]
+
+
+def test_nothing_is_claimed_of_transfers_that_are_not_known_or_for_which_nobody_waits():
+    waiting = [receives(0, 1, waits=True)]
+    assert unmatched(None, waiting, []) == []  # it holds the GIL
+    assert unmatched([], [receives(0, 1)], []) == []
+    told = {"worker1": [GroupHistory("0", "default group", [0, 1], transfers=waiting)]}
+    assert find_partings(told, NAMES) == []

@@ -32,6 +32,7 @@ from nbdist.cluster.kernels.crash_reports import lines_that_say_why
 from nbdist.cluster.kernels.sightings import KEPT, Sighting, say_last_seen
 from nbdist.cluster.output.print_log import PrintLog
 from nbdist.cluster.output.tail import Tail
+from nbdist.cluster.processes.last_operations import split_off
 from nbdist.cluster.processes.launchers.contract import StartedWorker
 from nbdist.cluster.processes.worker_processes import describe_exit
 from nbdist.errors import NbdistError, WorkerLost
@@ -172,10 +173,13 @@ class Worker:
         ``how`` is the process's exit code, or minus the signal that killed it, or words. ``last_words`` is the
         process's standard error. In the kernel thread.
         """
+        last_words, called = split_off(last_words, time.time())
         lines = lines_that_say_why(last_words, self.stderr.lines())  # the present cell's, if the process has left none
         told: list[str] = []
         if how == -signal.SIGKILL and self.cells and (seen := say_last_seen(self.sightings, time.monotonic())):
             told.append(seen)
+        if called and self.cells:
+            told.append(called)
         lines = [labels.rename_cell_frames(line, self.name) for line in lines]
         if lines:
             told += ["its standard error ended with:", *(f"    {line}" for line in lines)]

@@ -9,6 +9,7 @@
 `generations`       the number of each process group, and its store
 `last_words`        saves the text that a worker writes as it crashes
 `process_memory`    the memory of a process, as Linux counts it
+`last_operations`   the last operations of a worker, which survive it
 `probe`             asks the host about a worker that does not answer
 `launchers`         the classes that start the processes: `Launcher`
 ==================  ====================================================

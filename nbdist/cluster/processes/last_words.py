@@ -32,13 +32,14 @@ def guard_streams() -> None:
         stream._watch_pipe_fd = _watch
 
 
-def hand_over() -> None:
+def hand_over(file: int) -> None:
     """Let the zygote, the parent process, read the rest of this worker's standard error from its pipe after its death.
 
-    Call once the kernel has replaced `sys.stderr` with that pipe.
+    And then the text in ``file``, whose offset is 0; -1 for none. Call once the kernel has replaced `sys.stderr` with
+    that pipe.
     """
     pipe = getattr(sys.stderr, "_fid", None)
-    leave_last_words([pipe] if pipe is not None else [])
+    leave_last_words([each for each in (pipe, file) if each not in (None, -1)])
 
 
 def _watch(stream: Any) -> None:

@@ -6,6 +6,7 @@
 `gloo`               gloo's connections
 `nccl`               aborts of NCCL's collectives, and the threads in them
 `wrapped_models`     names the part of a model for which DDP or FSDP2 calls a collective
+`group_hooks`        sees each operation of the process groups, from torch 2.14 on
 `flight_recorder`    reads torch's record of this process's collectives
 `record_server`      lets the host read that record while the worker holds the GIL
 `gloo_waits`         ends gloo's waits for transfers that were cut off

@@ -35,6 +35,7 @@ from nbdist.cluster.processes.last_words import guard_streams, hand_over
 from nbdist.cluster.processes.setup import WHERE_SIGNAL, WorkerSetup, where_file
 from nbdist.cluster.worker import nccl
 from nbdist.cluster.worker.collectives import Collectives
+from nbdist.cluster.worker.group_hooks import HOOKS
 from nbdist.errors import UsageError
 
 # Seconds within which a worker has to join the RPC world; also the time limit of its calls, unless options set one.
@@ -91,7 +92,7 @@ def main(told: str) -> None:
         )
     vars(app.shell).pop("_sys_modules_keys", None)  # else `%reset --aggressive` would remove all modules
     app.log.setLevel(logging.WARNING)  # else each message is formatted, and then dropped by a handler
-    hand_over()
+    hand_over(HOOKS.follow())
     with contextlib.suppress(OSError):
         os.ftruncate(log, 0)  # drops the kernel's hints on how to connect other clients
     atexit.register(_leave)  # exit handlers run last first: after the user's, before the kernel's

@@ -1,0 +1,135 @@
+"""`GroupHooks`: sees each operation of this worker's process groups just before torch issues it, from torch 2.14 on.
+
+torch calls the hook with the GIL, in the thread that issues the operation: the one that runs the cell, or a thread of
+autograd's for DDP on a GPU. The hook takes some microseconds. In a backward pass, which may have many buckets, it
+leaves out the tensors, and all but the first operation in 10 ms. An error in it would fail the user's operation.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from functools import cache, partial
+from types import CodeType, FrameType
+from typing import Any
+
+import torch.distributed
+from msgspec.structs import replace
+
+from nbdist.cluster.group_history import Given, GroupHistory, Transfers
+from nbdist.cluster.processes.last_operations import LastOperations
+from nbdist.cluster.whereabouts import say_place
+from nbdist.cluster.worker import gloo
+from nbdist.code_places import BACKWARD, is_users
+from nbdist.thread_frames import thread_frames
+from nbdist.torch_private import process_groups, watch_new_groups
+
+_OLDER = 7  # transfers of one kind that are kept, beside the newest
+_SAME_PASS = 0.01  # seconds within which the operations of a backward pass are noted once
+_TEXTS = 1000  # kinds of operations whose texts are kept
+# torch's names of the hooks, where they are not those of ``torch.distributed``.
+_NAMES = {"allreduce": "all_reduce", "allgather": "all_gather", "alltoall": "all_to_all"}
+_TRANSFERS = ("send", "recv")
+_is_users = cache(is_users)
+
+
+class GroupHooks:
+    """The hooks of this worker's process groups. There is one for all, `HOOKS`, because torch's groups are global."""
+
+    def __init__(self) -> None:
+        self.transfers_called = 0
+        # By group, of those that have formed since `follow`: by kind, the other's rank, and tag.
+        self._transfers: dict[str, dict[object, Transfers]] = {}
+        # The id of the frame of the last backward pass, and when one of its operations was noted.
+        self._pass, self._pass_noted = 0, 0.0
+        # By operation and instruction of the user's: see `_say`; and the user's code.
+        self._kinds: dict[object, tuple[Given, int, bytes, CodeType | None]] = {}
+
+    def follow(self) -> int:
+        """Let torch call this object in each group that forms from now on. Call once, before the first group.
+
+        Returns the file of the operations that survives this process: see `LastOperations`.
+        """
+        self._operations = LastOperations()
+        if hasattr(torch.distributed.ProcessGroup, "register_pre_hook"):
+            watch_new_groups(self._hook)
+        return self._operations.file
+
+    def _hook(self, name: str, group: Any) -> None:
+        self._transfers[name] = {}  # an earlier group of this name has been destroyed
+        # Under a number that no other code uses. Not with the group, which holds the hook, and would never end.
+        group.register_pre_hook(0x6E6264, partial(self._before, name))
+
+    def _before(self, group: str, operation: Any) -> None:
+        """Note an operation that torch is about to issue."""
+        try:  # not `contextlib.suppress`, which calls more
+            # No frame in a thread of autograd's, for which the main thread waits.
+            now, called = time.time(), sys._getframe().f_back
+            if called is not None and called.f_code.co_filename not in BACKWARD:
+                tensors = operation.input_tensors or operation.output_tensors
+            elif id(called) == self._pass and now - self._pass_noted < _SAME_PASS:
+                return  # C++ has called it, such as DDP for a bucket: a step has many, which differ in the tensors
+            else:
+                tensors, self._pass, self._pass_noted = [], id(called), now
+            frame = called = called or _main_frame()
+            while frame is not None and not _is_users(frame.f_code.co_filename):
+                frame = frame.f_back
+            # Not the line, which takes 0.4 µs, ten times as long. The id of a code is its own while `_kinds` has it.
+            at = frame and (id(frame.f_code), frame.f_lasti)
+            first = tensors and (tensors[0].shape, tensors[0].dtype, len(tensors))
+            key = group, at, int(operation.name), operation.root, *first
+            if (kind := self._kinds.get(key)) is None:
+                self._kinds = self._kinds if len(self._kinds) < _TEXTS else {}
+                kind = self._kinds[key] = (*_say(operation, group, tensors, called), frame and frame.f_code)
+            self._operations.note(now, kind[2])
+            if kind[0].kind in _TRANSFERS:
+                # torch's hooks do not know the tag, but the frame of its `isend` or `irecv` does.
+                key = kind[0].kind == "send", kind[1], (called.f_locals.get("tag") if called else 0) or 0
+                before = self._transfers[group].get(key) or Transfers(*key, 0, [])
+                self._transfers[group][key] = Transfers(*key, before.count + 1, [kind[0], *before.newest[:_OLDER]])
+                self.transfers_called += 1
+        except Exception:  # never the user's
+            return
+
+    def add_transfers(self, histories: Sequence[GroupHistory]) -> list[GroupHistory]:
+        """Return the histories of this worker's groups with their sends and receives, as far as these are known."""
+        kinds = () if any(each.waits for each in histories) else self.waits_in()
+        own = {  # copies: the main thread may call more
+            name: [replace(each, waits=each.is_send in kinds) for each in list(told.values())]
+            for name, told in list(self._transfers.items())
+        }
+        return [replace(each, transfers=own.get(each.name)) for each in histories]
+
+    def waits_in(self) -> tuple[bool, ...]:
+        """Return the kinds of transfers of which the main thread may wait for one: True for sends, False for receives.
+
+        In ``wait`` of a handle, these are both kinds; it may also be the handle of a collective.
+        """
+        frame = _main_frame() if self.transfers_called else None
+        call, _ = say_place(frame) or ("", "")
+        is_wait = frame is not None and gloo.method_called(frame) == "wait"
+        return tuple(each for each in (True, False) if is_wait or call.startswith("dist.send" if each else "dist.recv"))
+
+
+def _main_frame() -> FrameType | None:
+    return thread_frames().get(threading.main_thread().ident or 0)
+
+
+def _say(operation: Any, group: str, tensors: Any, called: FrameType | None) -> tuple[Given, int, bytes]:
+    """Return an operation, the other member's global rank (-1 for none), and the text for `LastOperations`.
+
+    ``called`` is the frame that has called torch's C++.
+    """
+    name = operation.name.name.lower()
+    said = [f"{str(each.dtype).removeprefix('torch.')}{list(each.shape)}" for each in tensors[:1]]
+    call, place = say_place(called) or ("", "")
+    call = call.removeprefix("dist.").partition("(")[0] if call.startswith("dist.") else ""  # not ``loss.backward()``
+    given = Given(_NAMES.get(name, name), "".join(said), call=call, place=place)
+    peer = process_groups()[group][operation.root] if name in _TRANSFERS and operation.root >= 0 else -1
+    to = f" {'to' if name == 'send' else 'from'} rank {peer}" if peer >= 0 else ""
+    return given, peer, f"{given.text}{to}".encode()
+
+
+HOOKS = GroupHooks()
