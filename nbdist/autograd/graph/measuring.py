@@ -13,7 +13,7 @@ from nbdist.rpc.references.peeking import Histogram
 Gradients = Sequence[torch.Tensor | None]  # None where a node gives or gets no gradient
 
 _BINS = 24
-_SAMPLE = 1 << 12  # values of a tensor that are enough for a histogram; the norm is of all values
+_SAMPLE = 1 << 10  # values of a tensor that are enough for a histogram; the norm is of all values
 
 # The dtypes in which to compute the norms of narrow ones: that of a few scaled float16 gradients is beyond 65504.
 _WIDER = {torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.complex32: torch.complex64}
@@ -24,6 +24,9 @@ def measure(gradients: Gradients) -> tuple[float, Histogram | None]:
 
     The histogram counts a sample of each gradient, and no complex ones. Waits once for the GPU, if all are on one.
     """
+    if len(gradients) == 1 and (only := gradients[0]) is not None and type(only) is torch.Tensor and _is_usual(only):
+        only = only.detach()
+        return float(torch.linalg.vector_norm(only)), _histogram([_sample(only)] if only.numel() else [])
     with torch.no_grad():
         values = [_values(gradient) for gradient in gradients if gradient is not None]
         sampled = [_sample(each) for each in values if not each.is_complex() and each.numel()]
@@ -52,11 +55,17 @@ def is_finite(gradient: torch.Tensor | None) -> bool:
         values = _values(gradient.detach())
         # A finite sum means that all values are finite, at a tenth of the cost of isfinite. Finite values may overflow
         # it.
-        return bool(values.sum().isfinite()) or bool(torch.isfinite(values).all())
+        total = values.sum()
+        return (not total.is_complex() and math.isfinite(total)) or bool(torch.isfinite(values).all())
     # Torch cannot search a tensor of the device "meta", say; its NotImplementedError is a RuntimeError, too. Such a
     # tensor counts as finite, since watching a pass must not fail the pass.
     except RuntimeError:
         return True
+
+
+def _is_usual(gradient: torch.Tensor) -> bool:
+    is_dense = gradient.layout is torch.strided and not gradient.is_nested
+    return is_dense and gradient.is_cpu and gradient.dtype is torch.float32
 
 
 def _as_doubles(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -93,4 +102,6 @@ def _histogram(samples: list[torch.Tensor]) -> Histogram | None:
 
 def _sample(values: torch.Tensor) -> torch.Tensor:
     flat = values.detach().reshape(-1)
+    if flat.numel() <= _SAMPLE:
+        return flat
     return flat[:: -(-flat.numel() // _SAMPLE)]  # rounded up: at most _SAMPLE values

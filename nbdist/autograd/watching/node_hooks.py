@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Iterable, Sequence
-from contextlib import suppress
 from typing import Any
 
 import msgspec
@@ -79,9 +78,10 @@ class CallHooks:
             self._remove()
 
     def _remove(self) -> None:
-        while self._handles:
-            with suppress(IndexError):  # another thread removes them, too
-                self._handles.pop().remove()
+        # A thread that adds a handle to the old list calls this afterwards; a handle may be removed twice.
+        handles, self._handles = self._handles, []
+        for handle in handles:
+            handle.remove()
 
 
 class _NodeHooks(msgspec.Struct, eq=False):
