@@ -71,6 +71,7 @@ FUNCTIONS: dict[str, str] = {
     "torch.distributed.distributed_c10d._set_pg_timeout": (
         "init_process_group(timeout=...) in a cell leaves the timeout of a process group that is there as it is"
     ),
+    "torch.utils.data.dataloader._BaseDataLoaderIter": "a timeline shows no loading of data",
     "torch.serialization._get_layout": "a sparse tensor that two threads rebuild first at once may fail",
 }
 """The path of each private function, class or list, and what happens if it is missing."""
@@ -410,6 +411,11 @@ def validate_sparse() -> None:
     if _loaded_here():  # of the process up to torch 2.14, of the calling thread from 2.15 on
         _validate()
 
+
+# -- loading of data ----------------------------------------------------------------------------------------
+
+loader_iterator: Any = _find("torch.utils.data.dataloader._BaseDataLoaderIter", SimpleNamespace(__next__=None))
+"""The class of all iterators of ``torch.utils.data.DataLoader``."""
 
 # -- torch.compile ------------------------------------------------------------------------------------------
 

@@ -35,11 +35,13 @@ def subscribe(listener: Listener) -> Callable[[], None]:
     their fields include:
 
     =================  ===========================================================================
-    ``call.sent``      agent, to, function, id: this process has sent a call
+    ``call.sent``      agent, to, function, id, started: this process has sent a call that began then
     ``call.ended``     agent, to, function, id: the answer has arrived, or the call has failed
-    ``call.run``       agent, function, id, callee, args: this process begins to run a function
+    ``call.run``       agent, function, id, caller, callee, args: this process begins to run a function
     ``call.ran``       agent, function, id: the function has returned, or raised an error
     ``call.failed``    agent, function, error, note: the function has raised an error
+    ``pass.ran``       start: a backward pass of torch's own has ended in this thread
+    ``cell.ran``       agent, start, cell: a worker's cell has ended
     ``peer.suspect``   name, silent: a worker has been silent for some seconds
     ``peer.lost``      name, why: a worker is gone
     ``agent.closed``   agent, why: an agent of this process has ended

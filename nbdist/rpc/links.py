@@ -295,7 +295,8 @@ class Links:
         if call.timeout > 0 and call.started + call.timeout * 0.5 < self.due:
             self.hurry(call.started + call.timeout * 0.5)
         if trace.listeners:
-            trace.emit("call.sent", agent=self._me.name, to=call.worker, function=call.function, id=call.id)
+            about = {"to": call.worker, "function": call.function, "id": call.id, "started": call.started}
+            trace.emit("call.sent", agent=self._me.name, **about)
 
     def _peer_keeps(self, to: int, message: Message) -> bool:
         """Return whether a `Peer` for agent ``to`` keeps a message: it was sent, or will be sent again."""

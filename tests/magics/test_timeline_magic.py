@@ -20,16 +20,15 @@ def test_timeline_shows_what_workers_did_while_the_cell_ran(tmp_path):
         assert "call of a function" in shown["text/html"]  # the legend
         events = json.loads(path.read_text())["traceEvents"]
         assert [event["name"] for event in events if event["ph"] == "X"] == ["add"]
-        for nothing in (
-            "%%timeline\ny = x.sum();",
-            "%%timeline\n%%remote\ntorch.ones(2, requires_grad=True).sum().backward()",
-        ):
-            cell = notebook.run(nothing)
-            assert cell.result is None
-            (shown,) = cell.displays
-            assert "nothing to show. A timeline shows calls (RPCs), backward passes" in shown["text/plain"]
-            assert "nothing to show. A timeline shows calls (RPCs), backward passes" in shown["text/html"]
-            assert "<img" not in shown["text/html"]
+        cell = notebook.run("%%timeline\ny = x.sum();")
+        assert cell.result is None
+        (shown,) = cell.displays
+        assert "nothing to show. A timeline shows cells of workers, calls (RPCs), backward" in shown["text/plain"]
+        assert "nothing to show. A timeline shows cells of workers, calls (RPCs), backward" in shown["text/html"]
+        assert "<img" not in shown["text/html"]
+        cell = notebook.run("%%timeline\n%%remote 1\ntorch.ones(2, requires_grad=True).sum().backward()")
+        assert "worker1: 1 cell, 1 local backward pass; busy" in cell.displays[0]["text/plain"]
+        assert f"local backward pass ({cell.name}:3)" in cell.displays[0]["text/html"]
         assert notebook.run("y.item()").result == "4.0"
         failed = notebook.run("%%timeline\n1 / 0", check=False)
         assert failed.error["ename"] == "ZeroDivisionError"

@@ -17,12 +17,13 @@ importing this module puts `_Engine` in the place where torch.autograd looks for
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from nbdist import torch_private
+from nbdist import torch_private, trace
 from nbdist.autograd.graph.edges import current_part
 from nbdist.autograd.graph.walk import walk
 from nbdist.autograd.passes.claims import current_claim, halted_leaves
@@ -62,8 +63,12 @@ class _Engine(type(_native)):  # type: ignore[misc]  # the class of an object
         __tracebackhide__ = True  # IPython leaves this frame out of tracebacks: a local pass has no use for it
         if current_part() is None and not inputs:
             _refuse_halted(tensors)
+            start = time.monotonic()
             with local_passes.around(tensors, edge_of):
-                return _native.run_backward(tensors, grad_tensors, keep_graph, create_graph, inputs, *args, **options)
+                found = _native.run_backward(tensors, grad_tensors, keep_graph, create_graph, inputs, *args, **options)
+            if trace.listeners and torch_private.graph_task() < 0:  # else the pass belongs to a node
+                trace.emit("pass.ran", start=start)
+            return found
         if inputs:
             return _native.run_backward(tensors, grad_tensors, keep_graph, create_graph, inputs, *args, **options)
         region = walk([edge_of(tensor) for tensor in tensors])

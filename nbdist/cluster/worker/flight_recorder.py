@@ -10,9 +10,10 @@ from __future__ import annotations
 import math
 import os
 import threading
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from types import CodeType, FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import torch.distributed
@@ -43,7 +44,10 @@ _MAY_DIFFER = ("all_to_all", "alltoall", "send", "recv", "barrier")
 _MAY_DIFFER_ON_NCCL = ("all_gather", "reduce_scatter")  # but not on gloo
 # One member gives the tensors: the sizes of all members' outputs must agree.
 _FROM_ONE = ("scatter",)
+_NOTED_WITHIN = 0.1  # seconds for torch to note the ends of collectives, on a busy machine
 _TITLES = {"default_pg": "default group", "undefined": ""}
+_Entry = Mapping[str, Any]
+_Groups = Mapping[str, tuple[str, list[int]]]  # the title and the global ranks of each group, by torch's name
 _COLLECTIVES = torch.distributed.distributed_c10d.__file__  # the file with the functions of ``torch.distributed``
 _MESH = "mesh_"  # begins the description of a group that is a dimension of a DeviceMesh
 
@@ -95,6 +99,66 @@ def decode(record: bytes, formed_at: int, groups: Iterable[GroupHistory]) -> lis
     present, is_whole = _since(formed_at, entries)
     ranks = {each.name: each.ranks for each in groups}
     return histories(present, ranks, {each.name: each.title for each in groups}, {}, is_whole)
+
+
+class CollectiveCall(NamedTuple):
+    """A collective that this process has called. Times are of `time.monotonic`."""
+
+    group: str  # torch's name, which is the same on all members
+    title: str
+    ranks: list[int]
+    number: int  # of the collective in its group
+    given: Given
+    came: float
+    left: float  # when torch saw that it had ended; equals `came` on gloo, where torch never sees that
+    is_over: bool
+
+
+class CollectiveCalls(NamedTuple):
+    """The collectives that this process has called since some time."""
+
+    arrivals: list[CollectiveCall]
+    rank: int | None  # None if this process is in no group
+    last: dict[str, int]
+    """The number of the last collective in each group; without groups of which the recorder may have dropped all."""
+    missing_until: float | None = None
+    """The time before which the recorder has dropped some; infinite if the user has switched it off."""
+
+
+def calls_since(since: float) -> CollectiveCalls:
+    """Return the collectives that this process has called since a time of `time.monotonic`, with their lines."""
+    present = groups_by_name()
+    if not present or os.environ.get("TORCH_FR_BUFFER_SIZE") == "0":
+        return CollectiveCalls([], None, {}, math.inf if present else None)
+    # A thread of gloo's notes an end after it has woken the thread that waits.
+    deadline = time.monotonic() + _NOTED_WITHIN
+    while progress()[1] and time.monotonic() < deadline:
+        time.sleep(0.01)
+    ranks = process_groups()
+    groups = {name: (_title(group) or f"group {name}", ranks[name]) for name, group in present.items()}
+    ahead, rank = time.time() - time.monotonic(), torch.distributed.get_rank()
+    return choose_calls(flight_record(frames=True).get("entries", ()), groups, rank, since, ahead)
+
+
+def choose_calls(entries: Sequence[_Entry], groups: _Groups, rank: int, since: float, ahead: float) -> CollectiveCalls:
+    """Return what `calls_since` returns. Pure: from entries of a clock that is ``ahead`` of that of ``since``."""
+    times = [entry["time_created_ns"] / 1e9 - ahead for entry in entries]
+    missing_until = None if _since(int((since + ahead) * 1e9), entries)[1] else times[0]
+    last = dict.fromkeys(groups, 0) if not entries or entries[0]["record_id"] == 0 else {}
+    found: dict[tuple[str, int], CollectiveCall] = {}
+    for entry, came in zip(entries, times, strict=True):
+        name, number = entry["process_group"][0], entry["collective_seq_id"]
+        if name not in groups or entry["is_p2p"]:
+            continue
+        if number < last.get(name, 0) and any(key[0] == name for key in found):
+            # A later group of the same name numbers anew.
+            found, missing_until = {key: each for key, each in found.items() if key[0] != name}, came
+        last[name] = number
+        if came >= since:
+            left = (entry["time_discovered_completed_ns"] or entry["time_created_ns"]) / 1e9 - ahead
+            arrival = CollectiveCall(name, *groups[name], number, _given(entry), came, left, entry["retired"])
+            found.setdefault((name, number), arrival)  # NCCL puts several operations together
+    return CollectiveCalls(list(found.values()), rank, last, missing_until)
 
 
 def _since(formed_at: int, entries: Sequence[Mapping[str, Any]]) -> tuple[list[Mapping[str, Any]], bool]:

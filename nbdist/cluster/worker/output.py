@@ -15,12 +15,14 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 from IPython.core.autocall import IPyAutocall
 
+from nbdist import trace
 from nbdist.cluster.jupyter.jupyter_wire import COLLECTIVES, FENCE, NAMES
 from nbdist.cluster.jupyter.page_lines import Page, follow_page
 from nbdist.cluster.jupyter.versions import answer_in_thread, keep_output_apart, send_text
@@ -92,6 +94,9 @@ class WorkerOutput:
         # Not interactive, so that `%who` does not list them.
         self._shell.push({**given, "exit": _exit, "quit": _exit}, interactive=False)
         shell.input_transformers_cleanup.append(self._number_cell)  # runs before the shell reads its own count
+        self.running: list[tuple[str, float]] = []
+        """The cell that runs, and when it began by `time.monotonic`; then a cell that this cell runs, and so on."""
+        shell.events.register("pre_run_cell", self._before_cell)
         shell.events.register("post_run_cell", self._after_cell)
         keep_output_apart(shell)
         self._keep_parent()
@@ -141,6 +146,10 @@ class WorkerOutput:
         parent = self._shell.parent_header or {}
         return parent.get("header", {}).get("msg_id", ""), parent.get("metadata", {}).get(METADATA, {})
 
+    def _before_cell(self, *_: object) -> None:
+        number = self._told_of_cell()[1].get("number")
+        self.running.append((f"In[{number}]" if number is not None else "cell", time.monotonic()))
+
     def call_off(self, id: str) -> None:
         """Make the cell with this request id fail, instead of running, unless it has begun."""
         self.called_off.add(id)
@@ -182,6 +191,10 @@ class WorkerOutput:
 
     def _after_cell(self, result: Any) -> None:
         """Send the variables' names and the collectives, and keep the cell's last value if the notebook wants it."""
+        for cell, start in self.running[-1:]:
+            self.running.pop()
+            if trace.listeners:
+                trace.emit("cell.ran", agent=current_agent().me.name, cell=cell, start=start)
         id, told = self._told_of_cell()
         self.called_off.discard(id)
         self._tell_names()

@@ -210,7 +210,8 @@ class Request(Asked):
             is_async = hasattr(function, ASYNC_MARK)
         executor, key = self._executor, (self.sender, call.id)
         if trace.listeners:
-            trace.emit("call.run", agent=executor.name, function=call.function, id=call.id, callee=function, args=args)
+            about = {"function": call.function, "id": call.id, "caller": self.sender, "callee": function, "args": args}
+            trace.emit("call.run", agent=executor.name, **about)
         self._began = True  # from here on, a MissingDefinition is the function's own, and no reason to refuse
         try:
             executor.stopping.begin(key)  # in the `try`: `end` must follow even if this raises

@@ -18,7 +18,7 @@ import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from html import escape
 from pathlib import Path
@@ -26,23 +26,27 @@ from types import TracebackType
 from typing import Any
 
 from nbdist.amounts import counted, duration
+from nbdist.cluster.output.arranger import grouped
 from nbdist.finalisers import hand_over
 from nbdist.rpc.agent import Agent
 from nbdist.rpc.asking import ask_each
 from nbdist.rpc.named import call_method
 from nbdist.rpc.world.clocks import offset
-from nbdist.views.drawing.gantt import KINDS, Bar, gantt, with_legend
+from nbdist.views.drawing.gantt import KINDS, Bar, fold, gantt, with_legend
 from nbdist.views.drawing.pictures import themed
 from nbdist.views.passes.intervals import uncovered
 from nbdist.views.timeline import recording
-from nbdist.views.timeline.recording import Noted
+from nbdist.views.timeline.collectives import Collective, join, say_gaps
+from nbdist.views.timeline.recording import Noted, Recorded
 from nbdist.wire.messages import Record
 
 _log = logging.getLogger("nbdist.views")
+_FLAT = ("wait", "collective")  # kinds that have a single lane, whatever overlaps
+_TOLD_KINDS = ("call", "segment", "step", "own")  # the names of other kinds say the kind
 _BARS_DRAWN = 1500  # in a picture; the shortest bars are left out
 _NOTHING = (
-    ": nothing to show. A timeline shows calls (RPCs), backward passes over several workers, pipelines and distributed "
-    "optimizers. It does not show what a cell computes itself, a local `loss.backward()` or collectives"
+    ": nothing to show. A timeline shows cells of workers, calls (RPCs), backward passes, optimizer steps, batches of "
+    "a DataLoader and collectives. It does not show what else a cell of the notebook computes"
 )
 
 
@@ -56,11 +60,15 @@ class Timeline:
     Attributes:
         noted: after `stop`, all pieces of work, sorted by start, with times in seconds since the recording began.
         workers: after `stop`, the names of the agents that were recorded.
+        collectives: after `stop`, the collectives of the workers, sorted by start.
+        gaps: after `stop`, sentences about what is missing.
     """
 
     def __init__(self, agent: Agent) -> None:
         self.noted: list[Noted] = []
         self.workers: list[str] = []
+        self.collectives: list[Collective] = []
+        self.gaps: list[str] = []
         self.lost = 0
         """The number of events that were not kept because there were too many, and of workers that did not answer."""
         self._agent = agent
@@ -101,14 +109,31 @@ class Timeline:
             _stop_own(self._agent, self._name)
             self._finaliser.detach()  # only now: after an interrupt, the workers must not record for ever
             self.lost += len(self._records) - len(found)
-            for name, (noted, lost) in found.items():
-                self.lost += lost
-                ahead = self._offsets[name] + self._start
-                self.noted += [one._replace(start=one.start - ahead, end=one.end - ahead) for one in noted]
+            self._gather(found)
             self.noted.sort(key=lambda one: (one.start, one.end))
             in_order = sorted(self._records, key=lambda record: record.id)
             self.workers = list(dict.fromkeys(record.name for record in in_order))
         return self
+
+    def _gather(self, found: Mapping[str, Recorded]) -> None:
+        """Add what the workers have recorded, on the clock of this timeline."""
+        begun = {name: self._offsets[name] + self._start for name in found}
+        sent = {call: time - begun[name] for name, each in found.items() for call, time in each.sent.items()}
+        for name, each in found.items():
+            self.lost += each.lost
+            for one in each.noted:
+                start, end = one.start - begun[name], min(one.end - begun[name], self.seconds)
+                sending = max(0.0, start - sent[one.call]) if one.call in sent else None
+                self.noted.append(one._replace(start=max(0.0, start), end=end, sending=sending))  # a cell may be older
+        calls = {name: recorded.calls for name, recorded in found.items()}
+        self.collectives = join(calls, begun, self.seconds)
+        self.gaps = say_gaps(calls, begun)
+        for call in self.collectives:
+            name, start = next(iter(call.given.values())).name, min(call.came.values())
+            self.noted.append(Noted(call.title, "collective", str(call), start, call.end, 0, name))
+            for worker, waited in call.waits.items():
+                start, about = call.came[worker], (f"{name} waits for {call.last}", call.given[worker].place)
+                self.noted.append(Noted(worker, "wait", about[0], start, start + waited, 0, "waits", place=about[1]))
 
     def include(self, record: Record) -> None:
         """Record a worker that has joined meanwhile, too. A thread of the agent's pool runs this."""
@@ -155,7 +180,11 @@ class Timeline:
                 kinds = ", ".join(
                     counted(count[name], kind.one, kind.many) for name, kind in KINDS.items() if count[name]
                 )
-                lines.append(f"{worker}: {kinds}; busy {duration(_busy_seconds(own))}{_on_gpu(own)}")
+                waited = _busy_seconds([one for one in own if one.kind == "wait"])
+                waits = f"; waited {duration(waited)} for others" if waited else ""
+                busy = duration(_busy_seconds([one for one in own if one.kind != "wait"]))
+                lines.append(f"{worker}: {kinds}; busy {busy}{waits}{_on_gpu(own)}")
+        lines += self._say_collectives()
         if self.lost:
             lines.append(f"{self.lost} events or workers are missing")
         return "\n".join(lines)
@@ -163,15 +192,42 @@ class Timeline:
     def _repr_html_(self) -> str:
         if self._running or not self.noted:
             return themed(escape(repr(self).strip("<>")))
-        shown = sorted(self.noted, key=lambda one: one.start - one.end)[:_BARS_DRAWN]
+        groups = self._by_group()
         rows: list[tuple[str, list[Bar]]] = []
-        for worker in self.workers:
-            for number, lane in enumerate(stack([one for one in shown if one.agent == worker])):
-                rows.append((worker if not number else "", [_bar(one) for one in lane]))
-        left = f"; the {_BARS_DRAWN} longest of {len(self.noted)}" if len(self.noted) > _BARS_DRAWN else ""
+        of_agent: dict[str, range] = {}
+        for agent in [*groups, *self.workers]:
+            own = [one for one in self.noted if one.agent == agent]
+            flat = [one for one in own if one.kind in _FLAT]
+            lanes = [*stack([one for one in own if one.kind not in _FLAT]), *([flat] if flat else [])]
+            of_agent[agent] = range(len(rows), len(rows) + len(lanes))
+            drawn = [fold(list(map(_bar, lane)), self.seconds) for lane in lanes]
+            rows += zip([agent, *[""] * len(drawn)], drawn, strict=False)
+        bars = sorted((bar for _, row in rows for bar in row), key=lambda bar: bar.start - bar.end)
+        shown = set(map(id, bars[:_BARS_DRAWN]))
+        rows = [(label, [bar for bar in row if id(bar) in shown]) for label, row in rows]
+        bands = [
+            (row, {number for each in own for name in each.given for number in of_agent[name]})
+            for (_, row), own in zip(rows, groups.values(), strict=False)
+        ]
+        left = f"; the {_BARS_DRAWN} longest of {len(bars)}" if len(bars) > _BARS_DRAWN else ""
         lost = f"; {self.lost} events or workers are missing" if self.lost else ""
-        title = f"{duration(self.seconds)}{left}{lost}"
-        return with_legend([gantt(title, rows, self.seconds)], {one.kind for one in shown})
+        picture = gantt(f"{duration(self.seconds)}{left}{lost}", rows, self.seconds, bands)
+        told = [f"<div>{escape(line)}</div>" for line in self._say_collectives()]
+        return with_legend([picture, *told], {bar.kind for _, row in rows for bar in row})
+
+    def _by_group(self) -> dict[str, list[Collective]]:
+        return grouped(self.collectives, lambda each: each.title)
+
+    def _say_collectives(self) -> list[str]:
+        """Return a line for each group, who came last how often and where the longest wait was; and what is missing."""
+        lines = []
+        for title, own in self._by_group().items():
+            late = Counter(each.last for each in own if each.last)
+            often = "".join(f"; {worker} came last to {count}" for worker, count in late.most_common(3))
+            longest = max(own, key=lambda each: (not each.is_over, max(each.waits.values(), default=0.0)))
+            where = f"The longest wait: {longest}" if longest.is_over else f"Not ended: {longest}"
+            lines.append(f"{title}: {counted(len(own), 'collective')}{often}. {where}")
+        return lines + self.gaps
 
     def to_perfetto(self) -> dict[str, Any]:
         """Return the events in the JSON format that Perfetto and Chrome's tracing read, with times in microseconds.
@@ -179,14 +235,16 @@ class Timeline:
         Call it after `stop`: before, there are no events, and it stops nothing itself.
         """
         events: list[dict[str, Any]] = []
-        for number, worker in enumerate(self.workers):
+        for number, worker in enumerate([*self.workers, *self._by_group()]):
             events.append({"ph": "M", "name": "process_name", "pid": number, "args": {"name": worker}})
             for lane, row in enumerate(stack([one for one in self.noted if one.agent == worker])):
                 for one in row:
                     work = {"ph": "X", "name": one.name, "cat": KINDS[one.kind].words, "pid": number, "tid": lane}
                     times = {"ts": one.start * 1e6, "dur": (one.end - one.start) * 1e6}
-                    on_gpu = {"args": {"GPU ms": one.gpu * 1e3}} if one.gpu is not None else {}
-                    events.append({**work, **times, **on_gpu})
+                    facts = {"GPU ms": one.gpu, "sending ms": one.sending}
+                    args: dict[str, Any] = {name: part * 1e3 for name, part in facts.items() if part is not None}
+                    args |= {"line": one.place} if one.place else {}
+                    events.append({**work, **times, **({"args": args} if args else {})})
         return {"traceEvents": events, "displayTimeUnit": "ms"}
 
     def save(self, path: str | Path) -> None:
@@ -236,9 +294,11 @@ def stack(noted: Iterable[Noted]) -> list[list[Noted]]:
 
 
 def _bar(one: Noted) -> Bar:
-    about = "" if one.kind in ("forward", "backward") else f"{KINDS[one.kind].words}: "  # these names say the kind
+    about = f"{KINDS[one.kind].words}: " if one.kind in _TOLD_KINDS else ""
+    place = f" ({one.place})" if one.place else ""
     on_gpu = f", GPU {duration(one.gpu)}" if one.gpu is not None else ""
-    tip = f"{about}{one.name}, {duration(one.end - one.start)}{on_gpu}"
+    sending = f"; {duration(one.sending)} from the call until it began here" if one.sending is not None else ""
+    tip = f"{about}{one.name}{place}, {duration(one.end - one.start)}{on_gpu}{sending}"
     return Bar(one.start, one.end, one.text or one.name.rpartition(".")[2], one.kind, tip)
 
 
@@ -255,5 +315,5 @@ def _on_gpu(noted: Sequence[Noted]) -> str:
 def _busy_seconds(noted: Sequence[Noted]) -> float:
     """Return the seconds in which at least one piece of work was under way."""
     spans = [(one.start, one.end) for one in noted]
-    begun, ended = min(spans)[0], max(end for _, end in spans)
+    begun, ended = min(spans, default=(0.0, 0.0))[0], max((end for _, end in spans), default=0.0)
     return max(0.0, ended - begun - uncovered((begun, ended), spans))  # not -0, as differences of large numbers are

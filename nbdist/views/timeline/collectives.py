@@ -1,0 +1,101 @@
+"""Joins the collectives that each worker has called to those that the workers ran together. Pure.
+
+::
+
+    worker0   came ├───────────────┤▒▒▒▒▒┤       waits for the last, and in the collective
+    worker1            came ├──────┤▒▒▒▒▒┤
+    worker2                   came ┤▒▒▒▒▒┤       came last
+              start               last  end      an end is known only where torch has noted one
+
+A collective that has not ended lasts until the recording's end.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from nbdist.amounts import duration, size
+from nbdist.cluster.group_history import Given
+from nbdist.cluster.output.arranger import grouped, say_names
+from nbdist.cluster.worker.flight_recorder import CollectiveCall, CollectiveCalls
+
+_OFF = "collectives are missing: TORCH_FR_BUFFER_SIZE=0 switches torch's recorder of them off"
+_DROPPED = "collectives before {} are missing: torch's recorder keeps the last ones, as TORCH_FR_BUFFER_SIZE says"
+
+
+class Collective(NamedTuple):
+    """A collective of several workers, with times in seconds since the recording began."""
+
+    title: str
+    number: int
+    given: dict[str, Given]
+    """The tensors and the line of each worker, by its name."""
+    came: dict[str, float]
+    """The time at which each worker came, by its name, the first one first."""
+    end: float
+    is_over: bool
+    missing: str
+    """The members that have not come, or told nothing, in words; empty if all have come."""
+
+    @property
+    def last(self) -> str:
+        """The worker that came last; empty if not all are known to have come, or if there is only one."""
+        return list(self.came)[-1] if len(self.came) > 1 and not self.missing else ""
+
+    @property
+    def waits(self) -> dict[str, float]:
+        """The seconds that each other worker waited for the last one, by its name; empty where `last` is."""
+        others = list(self.came)[:-1] if self.last else []
+        return {each: self.came[self.last] - self.came[each] for each in others}
+
+    def __str__(self) -> str:
+        texts = grouped(self.given, lambda worker: _text(self.given[worker]))
+        said = [text if len(texts) == 1 else f"{say_names(who)} {text}" for text, who in texts.items()]
+        waits = grouped(self.waits, lambda worker: duration(self.waits[worker]))
+        waited = ", ".join(f"{say_names(who)} waited {text}" for text, who in waits.items())
+        said += [f"{self.last} came last: {waited}"] if waits else []
+        said += [text for text in (self.missing, "" if self.is_over else "it had not ended") if text]
+        return f"{'; '.join(said)} (#{self.number} of the {self.title})"
+
+
+def join(calls: Mapping[str, CollectiveCalls], begun: Mapping[str, float], seconds: float) -> list[Collective]:
+    """Return the collectives of a recording of so many ``seconds``, the first one first.
+
+    ``calls`` has what each worker has called, and ``begun`` when the recording began on each worker's clock, both by
+    the workers' names. A collective is left out if a member came to it before the member's calls are known.
+    """
+    names = {each.rank: worker for worker, each in calls.items()}
+    together: dict[tuple[str, int], dict[str, CollectiveCall]] = {}
+    for worker, each in calls.items():
+        for one in each.arrivals:
+            mapped = one._replace(came=one.came - begun[worker], left=one.left - begun[worker])
+            together.setdefault((one.group, one.number), {})[worker] = mapped
+    joined = []
+    for (group, number), arrivals in together.items():
+        one = next(iter(arrivals.values()))
+        others = [names[rank] for rank in one.ranks if rank in names and names[rank] not in arrivals]
+        if any(calls[each].last.get(group, math.inf) >= number for each in others):
+            continue
+        silent = [f"rank {rank}" for rank in one.ranks if rank not in names]
+        missing = [f"{say_names(others)} had not come"] if others else []
+        missing += [f"nothing is known of {say_names(silent)}"] if silent else []
+        came = {worker: each.came for worker, each in sorted(arrivals.items(), key=lambda item: item[1].came)}
+        given = {worker: arrivals[worker].given for worker in calls if worker in arrivals}
+        is_over = all(each.is_over for each in arrivals.values())
+        end = max(seconds * (not is_over), *came.values(), *(each.left for each in arrivals.values()))
+        joined.append(Collective(one.title, number, given, came, end, is_over, "; ".join(missing)))
+    return sorted(joined, key=lambda each: min(each.came.values()))
+
+
+def say_gaps(calls: Mapping[str, CollectiveCalls], begun: Mapping[str, float]) -> list[str]:
+    """Return sentences about the collectives that are missing; the arguments are as for `join`."""
+    until = {name: each.missing_until - begun[name] for name, each in calls.items() if each.missing_until is not None}
+    said = grouped(until, lambda name: _OFF if until[name] == math.inf else _DROPPED.format(duration(until[name])))
+    return [f"{say_names(who)}: {text}" for text, who in said.items()]
+
+
+def _text(given: Given) -> str:
+    amount = f", {size(given.bytes)}" if given.bytes else ""
+    return f"{given.name} {given.tensors}".rstrip() + amount + (f", {given.place}" if given.place else "")
