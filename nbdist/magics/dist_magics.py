@@ -565,6 +565,9 @@ class DistMagics(Magics):  # type: ignore[misc, unused-ignore]
 
         %%timeline [FILE]
 
+        It shows cells on workers, calls, backward passes, optimizer steps, batches of a DataLoader and collectives,
+        with the worker that came last to each collective.
+
         With FILE, this also writes the timeline to a file for the viewer Perfetto (ui.perfetto.dev). If the cell fails,
         the timeline shows what was done until then.
 

@@ -15,7 +15,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable
-from functools import partial
+from functools import lru_cache, partial
 from itertools import dropwhile
 from typing import Any, NamedTuple
 
@@ -180,9 +180,15 @@ class WorkRecording:
 
 def _users_place() -> str:
     """Return the line of the user's code that has called what emits an event; empty if nbdist's code has called it."""
-    outside = dropwhile(lambda line: is_nbdists(line.file), lines_of(sys._getframe()))  # of this module and the emitter
-    line = next((line for line in outside if is_users(line.file) or is_nbdists(line.file)), None)
-    return line.place if line is not None and is_users(line.file) else ""
+    outside = dropwhile(lambda line: _is_of_user(line.file) is False, lines_of(sys._getframe()))
+    line = next((line for line in outside if _is_of_user(line.file) is not None), None)
+    return line.place if line is not None and _is_of_user(line.file) else ""
+
+
+@lru_cache(maxsize=1024)  # a step of a training asks for its frames' files each time
+def _is_of_user(file: str) -> bool | None:
+    """Return whether a file is the user's; None if it is neither the user's nor nbdist's."""
+    return is_users(file) or (False if is_nbdists(file) else None)
 
 
 _beginning = threading.Lock()  # held while `begin` makes a recording
