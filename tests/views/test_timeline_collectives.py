@@ -31,8 +31,7 @@ def test_who_came_last_is_named_with_the_waits_of_the_others():
     assert (found.last, found.waits) == ("worker1", {"worker0": 0.5, "worker2": 0.5})
     assert (min(found.came.values()), found.end) == (1.0, 1.5)
     assert str(found) == (
-        "all_reduce float32[1000], 4.0 KB, In[3]:2; worker1 came last: worker0,2 waited 500.0 ms "
-        "(#4 of the default group)"
+        "all_reduce float32[1000], 4.0 KB, In[3]:2; worker1 came last: worker0,2 waited 500.0 ms (#4, default group)"
     )
 
 
@@ -64,6 +63,22 @@ def test_a_collective_is_left_out_if_a_member_came_before_its_calls_are_known():
     assert joined(calls(0, came(4, 1.0)), unknown, calls(2, came(4, 2.0))) == []
 
 
+def test_groups_of_one_title_are_told_apart_by_their_members():
+    def of_pair(ranks, at):
+        return came(1, at, ranks=ranks)._replace(group=str(ranks), title="mesh dim tp")
+
+    told = [
+        calls(rank, of_pair((0, 1) if rank < 2 else (2, 3), rank + 1.0), came(1, 9.0, ranks=range(4)))
+        for rank in range(4)
+    ]
+    found = joined(*told, begun=(0, 0, 0, 0))
+    assert [(each.title, list(each.came)) for each in found] == [
+        ("mesh dim tp of worker0,1", ["worker0", "worker1"]),
+        ("mesh dim tp of worker2,3", ["worker2", "worker3"]),
+        ("default group", ["worker0", "worker1", "worker2", "worker3"]),
+    ]
+
+
 def test_different_calls_are_told_apart():
     other = Given("broadcast", "float32[3]", 3, "float32", "broadcast", "In[3]:9")
     [found] = joined(calls(0, came(1, 1.0)), calls(1, came(1, 2.0, given=other)), calls(2, came(1, 1.0)))
@@ -75,12 +90,13 @@ def test_what_is_missing_is_told():
         "worker0": calls(0, missing_until=5.0),
         "worker1": calls(1, missing_until=math.inf),
         "worker2": calls(2, missing_until=math.inf),
-        "worker3": calls(3),
+        "worker3": calls(3, missing_until=2.5),
+        "worker4": calls(4),
     }
-    assert say_gaps(told, {"worker0": 3.0, "worker1": 0.0, "worker2": 0.0, "worker3": 0.0}) == [
-        "worker0: collectives before 2.00 s are missing: torch's recorder keeps the last ones, as TORCH_FR_BUFFER_SIZE "
-        "says",
+    assert say_gaps(told, {**dict.fromkeys(told, 0.0), "worker0": 3.0}) == [
         "worker1,2: collectives are missing: TORCH_FR_BUFFER_SIZE=0 switches torch's recorder of them off",
+        "worker0,3: collectives before 2.50 s are missing: torch's recorder keeps the last ones, "
+        "as TORCH_FR_BUFFER_SIZE says",
     ]
 
 

@@ -13,6 +13,7 @@ A collective that has not ended lasts until the recording's end.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -57,7 +58,7 @@ class Collective(NamedTuple):
         waited = ", ".join(f"{say_names(who)} waited {text}" for text, who in waits.items())
         said += [f"{self.last} came last: {waited}"] if waits else []
         said += [text for text in (self.missing, "" if self.is_over else "it had not ended") if text]
-        return f"{'; '.join(said)} (#{self.number} of the {self.title})"
+        return f"{'; '.join(said)} (#{self.number}, {self.title})"
 
 
 def join(calls: Mapping[str, CollectiveCalls], begun: Mapping[str, float], seconds: float) -> list[Collective]:
@@ -67,17 +68,22 @@ def join(calls: Mapping[str, CollectiveCalls], begun: Mapping[str, float], secon
     the workers' names. A collective is left out if a member came to it before the member's calls are known.
     """
     names = {each.rank: worker for worker, each in calls.items()}
-    together: dict[tuple[str, int], dict[str, CollectiveCall]] = {}
+    together: dict[tuple[object, ...], dict[str, CollectiveCall]] = {}
     for worker, each in calls.items():
         for one in each.arrivals:
             mapped = one._replace(came=one.came - begun[worker], left=one.left - begun[worker])
-            together.setdefault((one.group, one.number), {})[worker] = mapped
+            together.setdefault((one.group, one.number, *one.ranks), {})[worker] = mapped
+    # The groups along one dimension of a mesh have one title.
+    members = {(one.title, tuple(one.ranks)) for each in together.values() for one in each.values()}
+    alike = Counter(title for title, _ in members)
     joined = []
-    for (group, number), arrivals in together.items():
+    for arrivals in together.values():
         one = next(iter(arrivals.values()))
-        others = [names[rank] for rank in one.ranks if rank in names and names[rank] not in arrivals]
-        if any(calls[each].last.get(group, math.inf) >= number for each in others):
+        told = [names[rank] for rank in one.ranks if rank in names]
+        others = [each for each in told if each not in arrivals]
+        if any(calls[each].last.get(one.group, math.inf) >= one.number for each in others):
             continue
+        title = one.title if alike[one.title] == 1 else f"{one.title} of {say_names(told)}"
         silent = [f"rank {rank}" for rank in one.ranks if rank not in names]
         missing = [f"{say_names(others)} had not come"] if others else []
         missing += [f"nothing is known of {say_names(silent)}"] if silent else []
@@ -85,15 +91,17 @@ def join(calls: Mapping[str, CollectiveCalls], begun: Mapping[str, float], secon
         given = {worker: arrivals[worker].given for worker in calls if worker in arrivals}
         is_over = all(each.is_over for each in arrivals.values())
         end = max(seconds * (not is_over), *came.values(), *(each.left for each in arrivals.values()))
-        joined.append(Collective(one.title, number, given, came, end, is_over, "; ".join(missing)))
+        joined.append(Collective(title, one.number, given, came, end, is_over, "; ".join(missing)))
     return sorted(joined, key=lambda each: min(each.came.values()))
 
 
 def say_gaps(calls: Mapping[str, CollectiveCalls], begun: Mapping[str, float]) -> list[str]:
     """Return sentences about the collectives that are missing; the arguments are as for `join`."""
     until = {name: each.missing_until - begun[name] for name, each in calls.items() if each.missing_until is not None}
-    said = grouped(until, lambda name: _OFF if until[name] == math.inf else _DROPPED.format(duration(until[name])))
-    return [f"{say_names(who)}: {text}" for text, who in said.items()]
+    off, late = ([name for name in until if (until[name] == math.inf) == is_off] for is_off in (True, False))
+    said = [f"{say_names(off)}: {_OFF}"] if off else []
+    latest = duration(max((until[name] for name in late), default=0.0))
+    return said + ([f"{say_names(late)}: {_DROPPED.format(latest)}"] if late else [])
 
 
 def _text(given: Given) -> str:

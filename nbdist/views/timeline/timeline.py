@@ -225,8 +225,8 @@ class Timeline:
             late = Counter(each.last for each in own if each.last)
             often = "".join(f"; {worker} came last to {count}" for worker, count in late.most_common(3))
             longest = max(own, key=lambda each: (not each.is_over, max(each.waits.values(), default=0.0)))
-            where = f"The longest wait: {longest}" if longest.is_over else f"Not ended: {longest}"
-            lines.append(f"{title}: {counted(len(own), 'collective')}{often}. {where}")
+            label = "Not ended" if not longest.is_over else "The longest wait" if longest.waits else "For example"
+            lines.append(f"{title}: {counted(len(own), 'collective')}{often}. {label}: {longest}")
         return lines + self.gaps
 
     def to_perfetto(self) -> dict[str, Any]:
