@@ -35,8 +35,6 @@ def _note(name: str, spec: Any) -> None:
 def read_files() -> dict[str, tuple[str, str, bool]]:
     """Return the path and a SHA-256 of the file of each of the user's modules, and whether it has changed since.
 
-    Of a file that is gone, nobody can tell.
-
     A module that was imported before this one, or by a finder of an editable install, is noted by the first call.
     """
     for name, module in list(sys.modules.items()):

@@ -28,11 +28,7 @@ _INSIDE: dict[type, str] = {
 
 
 def replaced_functions() -> dict[str, str]:
-    """Return the place of each function that somebody has put in place of torch's, by the path of torch's.
-
-    Example:
-        ``{"torch.nn.functional.relu": "loud, In[3]:2"}``
-    """
+    """Return the place of each function that somebody has put in place of torch's, by the path of torch's."""
     return {path: place for path, value in [*_of_modules(), *_of_variables()] if (place := _foreign_place(value))}
 
 

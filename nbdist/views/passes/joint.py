@@ -13,8 +13,7 @@ from nbdist.views.passes.backward import Backward
 class JointPass:
     """The passes with one number, counted on each worker since the cell began: those of a step of DDP or FSDP.
 
-    It has a context of its own for its watch. Any worker may join late, also when the others have ended. The caller
-    holds a lock.
+    Any worker may join late, also when the others have ended. The caller holds a lock.
     """
 
     def __init__(self, number: int, context: Context, watch: Watch, observing: Observing) -> None:

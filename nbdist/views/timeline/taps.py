@@ -1,9 +1,4 @@
-"""Emits events for `nbdist.trace` of what torch does in this process, while somebody records.
-
-=====================  ====================================================================
-``optimizer.stepped``  start, optimizer: a ``step()`` of an optimizer of torch.optim
-``data.loaded``        start: the next batch of a torch.utils.data.DataLoader, or its end
-=====================  ====================================================================
+"""Emits events of torch's optimizers (``optimizer.stepped``) and of DataLoaders (``data.loaded``), while one records.
 
 torch has hooks for steps. For batches it has none, so the method that all iterators of a DataLoader share is replaced,
 and put back afterwards.
