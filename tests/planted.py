@@ -83,10 +83,7 @@ FAULTS = {
         "autograd/test_passes.py::test_sixty_concurrent_passes_that_share_parameters",
     ),
     "what a checkpoint accumulates stays in .grad": Fault(
-        "autograd/passes/engine.py",
-        "        if inputs:",
-        "        if True:",
-        "autograd/test_features.py",
+        "autograd/passes/engine.py", "        if inputs:", "        if True:", "autograd/test_features.py"
     ),
     "tensors are attached in another order": Fault(
         "wire/history.py",
