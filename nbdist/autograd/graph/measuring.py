@@ -25,7 +25,7 @@ def measure(gradients: Gradients) -> tuple[float, Histogram | None]:
     The histogram counts a sample of each gradient, and no complex ones. Waits once for the GPU, if all are on one.
     """
     if len(gradients) == 1 and (only := gradients[0]) is not None and type(only) is torch.Tensor and _is_usual(only):
-        only = only.detach()
+        only = only.detach() if only.requires_grad else only
         return float(torch.linalg.vector_norm(only)), _histogram([_sample(only)] if only.numel() else [])
     with torch.no_grad():
         values = [_values(gradient) for gradient in gradients if gradient is not None]
@@ -52,7 +52,7 @@ def is_finite(gradient: torch.Tensor | None) -> bool:
     if gradient is None:
         return True
     try:
-        values = _values(gradient.detach())
+        values = _values(gradient.detach() if gradient.requires_grad else gradient)
         # A finite sum means that all values are finite, at a tenth of the cost of isfinite. Finite values may overflow
         # it.
         total = values.sum()
@@ -101,7 +101,7 @@ def _histogram(samples: list[torch.Tensor]) -> Histogram | None:
 
 
 def _sample(values: torch.Tensor) -> torch.Tensor:
-    flat = values.detach().reshape(-1)
+    flat = (values.detach() if values.requires_grad else values).reshape(-1)
     if flat.numel() <= _SAMPLE:
         return flat
     return flat[:: -(-flat.numel() // _SAMPLE)]  # rounded up: at most _SAMPLE values

@@ -16,6 +16,10 @@ class NodeNumbers:
         self._numbers: dict[Node, int] = {}
         self._lock = threading.Lock()
 
+    def all(self) -> list[Node]:
+        """Return the nodes that have a number."""
+        return list(self._numbers)
+
     def of(self, nodes: Iterable[Node]) -> dict[Node, int]:
         """Return each node's number, which it keeps; new nodes get the next ones, in the order they were made in."""
         nodes = list(nodes)

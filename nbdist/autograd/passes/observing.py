@@ -26,7 +26,6 @@ from nbdist.autograd.graph.edges import GraphEdge
 from nbdist.autograd.graph.messages import Head, PassId, Watching
 from nbdist.autograd.graph.traces import Plan
 from nbdist.autograd.graph.transport import Transport
-from nbdist.autograd.graph.walk import walk
 from nbdist.autograd.passes import claims, inherited_nans
 from nbdist.autograd.passes.context import Context, Run
 from nbdist.autograd.passes.contexts import Contexts
@@ -203,7 +202,7 @@ class Observing:
     def observed_local(
         self, head: Head, context: Context, roots: Sequence[GraphEdge], ended: Callable[[str, int], None]
     ) -> Iterator[None]:
-        """Observe this worker's share of a local pass, which runs in the block.
+        """Observe this worker's share of a local pass, which runs in the block; its nodes have numbers already.
 
         Afterwards calls ``ended(error, batches)``: the error that the pass has raised, as text, or an empty one, and
         the number of batches that the watcher must await.
@@ -214,7 +213,7 @@ class Observing:
                 return
             error = ""
             try:
-                with CallHooks(observer, None, walk(roots).nodes, [node for node, _ in roots]):
+                with CallHooks(observer, None, context.numbers.all(), [node for node, _ in roots]):
                     yield
             except BaseException as raised:
                 error = f"{type(raised).__name__}: {text_of_error(raised)}"
