@@ -117,7 +117,7 @@ def _show_watch(watch: Watch) -> Bundle:
 
 def _picture_of_pass(watcher: Watcher, handle: object) -> Bundle:
     found = watcher.backward
-    told = report.as_html(found, watcher.told()) if found is not None else escape(watcher.told())
+    told = report.as_html(found, watcher.told(), watcher.others()) if found is not None else escape(watcher.told())
     return {"text/plain": repr(handle), "text/html": told}
 
 

@@ -100,7 +100,7 @@ def test_a_loop_goes_on_with_all_its_passes_and_a_few_are_watched(cluster):
         cluster.execute("for step in range(300):" + STEP.format("ddp").replace("\n", "\n    "))
     assert watcher.state == "over"
     assert watcher.backward.plan.workers == ["worker0", "worker1", "worker2"]
-    assert len(watcher._joint) < 30
+    assert len(watcher.others()) < 8
 
 
 @pytest.mark.parametrize(
@@ -220,3 +220,27 @@ def test_the_death_of_a_worker_ends_its_share(cluster):
         wait_for_error(cell)
         wait_until(lambda: watcher.state in ("failed", "over"), "the end")
     assert "worker2" in watcher.told()
+
+
+def test_several_passes_of_a_cell_are_in_its_picture(cluster):
+    with Watcher() as watcher:
+        w = torch.ones(3, requires_grad=True)
+        w.exp().sum().backward()
+        (w * 2).sum().backward()
+    assert watcher.told().startswith("backward() #2 on notebook: 3 of 3 nodes, over")
+    [(line, found)] = watcher.others()
+    assert line == "backward() on notebook: 3 of 3 nodes, over"
+    assert "ExpBackward0" in {node.name for node in found.nodes.values()}
+    assert f"<summary>{line}</summary>" in report.as_html(watcher.backward, watcher.told(), watcher.others())
+
+
+def test_only_the_last_passes_are_kept(cluster):
+    with Watcher(paused=True) as watcher:
+        thread = threading.Thread(
+            target=lambda: [torch.ones(2, requires_grad=True).sum().backward() for _ in range(12)]
+        )
+        thread.start()
+        while thread.is_alive():
+            wait_until(lambda: not thread.is_alive() or watcher.under_way, "a pass or the end")
+            watcher.under_way and watcher.step(3)
+    assert len(watcher.others()) < 8

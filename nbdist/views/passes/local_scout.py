@@ -18,6 +18,8 @@ from nbdist.autograd.passes.local_passes import local_passes
 from nbdist.autograd.recorder import Recorder
 from nbdist.views.passes.pace import Pace
 
+FIRST = 3
+"""The number of passes at the beginning of a cell that are watched in any case: those of several losses, say."""
 _TOLD_WITHIN = 0.1  # seconds until all workers know which pass is watched next
 
 
@@ -37,8 +39,8 @@ class LocalHome(Protocol):
 class LocalScout:
     """Counts the local passes of this process, and asks a `Watcher` about those that are watched.
 
-    All workers watch the passes of the same numbers, so that those of one step of DDP are seen together: the first,
-    those that a worker finds due (`Pace`), and all while passes must pause.
+    All workers watch the passes of the same numbers, so that those of one step of DDP are seen together: the first
+    ones, those that a worker finds due (`Pace`), and all while passes must pause.
     """
 
     def __init__(self, recorder: Recorder, home: LocalHome, held: bool) -> None:
@@ -48,7 +50,7 @@ class LocalScout:
         self._home = home
         self._pace = Pace()
         self._count = 0
-        self._next = 1  # the number of the next pass to watch
+        self._next = FIRST  # the number of the next pass to watch, or of one of the first
         self._lock = threading.Lock()
         self.end = local_passes.follow(self._look, self._wants_lines)
         """Ends the work."""
@@ -58,7 +60,10 @@ class LocalScout:
         self._next = max(self._next, number)
 
     def _wants_lines(self) -> bool:
-        return self.held or self._count + 1 == self._next
+        return self._is_watched(self._count + 1)
+
+    def _is_watched(self, number: int) -> bool:
+        return self.held or number == self._next or number <= FIRST
 
     def _look(self, roots: Sequence[GraphEdge]) -> AbstractContextManager[None] | None:
         if api.recorder() is not self._recorder:  # in a process of several agents: the thread is another one's
@@ -68,7 +73,7 @@ class LocalScout:
             self._count += 1
             number = self._count
             self._pace.begins(now)
-            watched = self.held or number == self._next
+            watched = self._is_watched(number)
             if watched:
                 self._pace.looks(now)
             elif not (number > self._next and self._pace.is_due(now)):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from html import escape
 
@@ -28,8 +29,11 @@ def as_text(found: Backward) -> list[str]:
     return lines + [f"  {text_of(remark)}" for remark in remarks(found)]
 
 
-def as_html(found: Backward, told: str) -> str:
-    """Return picture, table and remarks as HTML without scripts. ``told``, the line above them, is escaped here."""
+def as_html(found: Backward, told: str, others: Sequence[tuple[str, Backward]] = ()) -> str:
+    """Return picture, table and remarks as HTML without scripts, and below them folded those of ``others``.
+
+    ``told`` and the texts in ``others`` are the lines above the pictures, and are escaped here.
+    """
     on_gpus = ("GPU",) if found.on_gpu else ()
     rows = []
     for share in found.shares():
@@ -40,7 +44,8 @@ def as_html(found: Backward, told: str) -> str:
     table = tables.as_html(("worker", "nodes", "busy", "waited", *on_gpus, "waits for"), rows)
     told_of = "".join(f"<div>{escape(text_of(remark))}</div>" for remark in remarks(found))
     drawing = as_image(as_svg(found.plan.trace, marks_of(found)))
-    return themed(f"<div>{escape(told)}</div>", drawing, table, told_of)
+    folded = (f"<details><summary>{escape(line)}</summary>{as_html(one, '')}</details>" for line, one in others)
+    return themed(f"<div>{escape(told)}</div>", drawing, table, told_of) + "".join(folded)
 
 
 def marks_of(found: Backward) -> Marks:

@@ -50,7 +50,7 @@ from nbdist.rpc.waits import blocking_wait
 from nbdist.views.passes import page, report
 from nbdist.views.passes.backward import Backward
 from nbdist.views.passes.joint import JointPass
-from nbdist.views.passes.local_scout import LocalScout
+from nbdist.views.passes.local_scout import FIRST, LocalScout
 from nbdist.views.passes.pace import Pace
 from nbdist.views.passes.scouts import Scouts
 
@@ -61,6 +61,8 @@ _NOTHING = (
     " without a pass to show: no worker began a `backward()`, a pass by dist_autograd or a step of a pipeline in the "
     "cell. What autograd.grad computes is not shown"
 )
+
+_JOINT_PASSES_KEPT = 8
 
 _cells: WeakValueDictionary[int, Watcher] = WeakValueDictionary()  # by the ident of the thread that runs the cell
 
@@ -112,7 +114,7 @@ class Watcher:
         self._scouts: Scouts | None = None
         self._local: LocalScout | None = None
         self._joint: dict[int, JointPass] = {}  # by number
-        self._next_joint = 1  # the number of the next local pass that all workers watch
+        self._next_joint = FIRST  # the number of the next local pass that all workers watch
         if given is None:
             self._forget = self._recorder.when_opened(self._on_context, self._decide)
             self._local = LocalScout(self._recorder, self, paused)
@@ -408,33 +410,34 @@ class Watcher:
             "paused": self.paused,
             "ended": self.ended,
             "over": seen is not None and seen.over,
-            "told": self._told(found),
+            "told": self._told(found, seen),
         }
         return outline, snapshot, found
 
     def told(self) -> str:
         """Return a line about the present pass: its kind, the nodes that have run, the state, an error."""
-        return self._told(self.backward)
+        return self._told(self.backward, self.last)
 
-    def _told(self, found: Backward | None) -> str:
-        seen = self.last
+    def others(self) -> list[tuple[str, Backward]]:
+        """Return the local passes that are kept beside the present one, each with a line about it."""
+        with self._changed:
+            joints = [each for each in self._joint.values() if each.watch is not self._watch]
+            known = [(each.backward(self._names()), *each.watch.seen(each.id)) for each in joints]
+        made = [(found.after(events, over=True), seen) for found, seen, events, _ in known if seen is not None]
+        return [(f"{_say(found, seen)}, {'failed' if seen.error else 'over'}", found) for found, seen in made]
+
+    def _told(self, found: Backward | None, seen: Pass | None) -> str:
         failed = f": {type(self.error).__name__}: {self.error}" if self.error is not None else ""
         if seen is None:
             return f"{self.state}{failed or (_NOTHING if self.state == 'ended' else '')}"
-        ran = sum(share.done for share in found.shares()) if found is not None else 0
-        total = len(found.plan.waits_for) if found is not None else 0
         error = f": {seen.error.splitlines()[0]}" if seen.error else failed
         more = f"; {self.count} contexts until now" if self.count > 1 else ""
-        of_step = found is not None and found.plan.trace.of_step
-        kind = f"pipeline step of {seen.root}" if of_step else f"{seen.mode.upper()} pass of {seen.root}"
-        if seen.mode == LOCAL:
-            kind = f"backward() on {say_members(found.plan.workers) if found is not None else ''}"
-        return f"{kind}: {ran} of {total} nodes, {self.state}{error}{more}"
+        return f"{_say(found, seen)}, {self.state}{error}{more}"
 
     def __repr__(self) -> str:
         if (found := self.backward) is None:
-            return f"<{'a watched cell' if self._given is None else 'a watch'}, {self._told(None)}>"
-        return "\n".join([self._told(found), *report.as_text(found)])
+            return f"<{'a watched cell' if self._given is None else 'a watch'}, {self._told(None, None)}>"
+        return "\n".join([self._told(found, self.last), *report.as_text(found)])
 
     # -- contexts and news ----------------------------------------------------------------------
 
@@ -489,8 +492,9 @@ class Watcher:
                 return None
             joint = self._joint.get(number)
             if joint is None:
-                if not (self._must_halt() or not self.under_way):
+                if not (number <= FIRST or self._must_halt() or not self.under_way):
                     return None
+                self._drop_oldest()
                 context = self._recorder.contexts.new()
                 observing = self._recorder.passes.observing
                 watch = observing.watch(context, paused=self._must_halt(), norms=self._norms)
@@ -522,6 +526,15 @@ class Watcher:
             self._next_joint = number
         self._local.watch(number)
         self._scouts.watch(number)
+
+    def _drop_oldest(self) -> None:
+        """Drop the oldest joint pass that is over, if there are too many; the caller holds the lock."""
+        kept = self._joint if len(self._joint) >= _JOINT_PASSES_KEPT else {}
+        number = next(
+            (number for number, each in kept.items() if not each.running and each.watch is not self._watch), 0
+        )
+        if number:
+            self._recorder.close(self._joint.pop(number).context)
 
     def _names(self) -> list[str]:
         return [record.name for record in self._recorder.membership.members()]
@@ -607,6 +620,19 @@ class Watcher:
         with self._changed:
             self._changed.notify_all()
         self.changed()
+
+
+def _say(found: Backward | None, seen: Pass) -> str:
+    """Return the kind of a pass, and how many of its nodes have run."""
+    ran = sum(share.done for share in found.shares()) if found is not None else 0
+    total = len(found.plan.waits_for) if found is not None else 0
+    kind = f"{seen.mode.upper()} pass of {seen.root}"
+    if found is not None and found.plan.trace.of_step:
+        kind = f"pipeline step of {seen.root}"
+    elif seen.mode == LOCAL:
+        number = f" #{seen.number}" if seen.number > 1 else ""
+        kind = f"backward(){number} on {say_members(found.plan.workers) if found is not None else ''}"
+    return f"{kind}: {ran} of {total} nodes"
 
 
 def _steer_watch(watch: Watch, paused: bool) -> None:
