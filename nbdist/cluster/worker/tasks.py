@@ -6,6 +6,8 @@ import datetime
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+RUNS_TASKS = True  # for `nbdist.rpc.calls.stopping`
+
 
 def now() -> datetime.datetime:
     """Return the time in UTC, as an aware datetime."""

@@ -9,6 +9,8 @@ from typing import Any
 
 from IPython import get_ipython
 
+RUNS_TASKS = True  # for `nbdist.rpc.calls.stopping` and `nbdist.views.timeline.wording`
+
 
 @dataclass(frozen=True)
 class Reference:

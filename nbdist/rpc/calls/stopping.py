@@ -49,8 +49,8 @@ _STOPS_REMEMBERED = 1000  # a Stop may arrive before its call has begun
 
 _RUNS_USER_CODE = Request.invoke.__code__  # its frame separates the user's frames, inside of it, from the agent's
 _CALLS_MODULES = "nn"  # calls users' modules, and restores everything whatever they raise
-# Files that only call a user's function: KeyboardInterrupt may be raised in them as in the function.
-_FILES_THAT_RUN_TASKS = {f"{NBDIST}cluster/worker/tasks.py", f"{NBDIST}compat/ipyparallel/tasks.py"}
+# A global of modules that only call a user's function: KeyboardInterrupt may be raised in them as in the function.
+_RUNS_TASKS = "RUNS_TASKS"
 
 _Key = tuple[int, int]  # a running call: the caller's incarnation, and the caller's number for the call
 
@@ -240,7 +240,7 @@ def _runs_nbdist(frame: FrameType | None) -> bool:
     users = False
     while frame is not None and frame.f_code is not _RUNS_USER_CODE:
         file = frame.f_code.co_filename
-        if file in _FILES_THAT_RUN_TASKS:
+        if _RUNS_TASKS in frame.f_globals:
             users = True
         elif is_nbdists(file):
             if not users or not is_nbdists(file, _CALLS_MODULES):
