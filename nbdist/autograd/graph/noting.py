@@ -110,11 +110,37 @@ def noted(
         yield
     finally:
         mode.is_over = True
-        if counted:
+        if counted and not mode.is_resting:
             _process_hooks.use(-1)
         if threading.get_ident() == thread:  # another thread cannot take the mode off the first one's stack
             _leave(mode)
             _thread.modules, _thread.checking, _thread.noting = outer, checking, noting
+
+
+def _rest() -> None:
+    """Take the mode that notes this thread's lines off its stack, and the hooks away, if no lines are wanted now.
+
+    They cost each operation and each module some microseconds. Where a mode of the user's lies above, all stays. Not to
+    be called inside of an operation: there the mode is off the stack, and comes back.
+    """
+    mode = _thread.noting
+    if mode is None or mode.is_over or mode.check is not None or mode.is_wanted():
+        return
+    top = pop_function_mode()
+    if top is mode:
+        mode.is_resting = True
+        _process_hooks.use(-1)
+    else:
+        push_function_mode(top)
+
+
+def wake() -> None:
+    """Note lines in this thread again, if they are wanted for what is computed now and a mode rests."""
+    mode = _thread.noting
+    if mode is not None and mode.is_resting and mode.is_wanted() and not function_modes():
+        mode.is_resting = False
+        _process_hooks.use(1)
+        push_function_mode(mode)
 
 
 def notes_lines() -> bool:
@@ -139,6 +165,8 @@ def _leave(mode: TorchFunctionMode | None) -> None:
 def _enter_module(module: torch.nn.Module, _: Any) -> None:
     # torch calls this for all modules of the process: on a thread outside of `noted`, it must do nothing.
     if not torch.compiler.is_compiling() and _thread.modules is not None:
+        if not _thread.modules:
+            _rest()
         _thread.modules.append(_Running(module))
 
 
@@ -176,6 +204,7 @@ class _Noting(TorchFunctionMode):
     """The mode that sees every function of torch that a thread calls: it notes origins, and checks for NaN."""
 
     is_over = False  # True once the `noted` block has ended; then the mode does nothing
+    is_resting = False  # True while it is not on the thread's stack: see `wake`
 
     def __init__(self, lines: bool, check: NanCheck | None, wanted: Callable[[], bool]) -> None:
         super().__init__()

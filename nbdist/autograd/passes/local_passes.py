@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from typing import Any
 
 from nbdist.autograd.graph.edges import GraphEdge
-from nbdist.autograd.graph.noting import noted
+from nbdist.autograd.graph.noting import noted, wake
 from nbdist.torch_private import graph_task
 
 Look = Callable[[Sequence[GraphEdge]], AbstractContextManager[None] | None]
@@ -52,14 +52,23 @@ class LocalPasses:
 
     def around(self, roots: Sequence[Any], edge_of: Callable[[Any], GraphEdge]) -> AbstractContextManager[None]:
         """Return the block in which a local pass from these roots runs."""
-        if self._followers and graph_task() < 0 and not self._thread.is_unseen:
-            edges = list(map(edge_of, roots))
-            for look, _ in list(self._followers):
-                try:
-                    if (block := look(edges)) is not None:
-                        return block
-                except Exception:  # of a view, whatever it is: a drawing must not fail the user's pass
-                    _log.exception("a backward pass is not watched, because its drawing failed")
+        if not self._followers or graph_task() >= 0 or self._thread.is_unseen:
+            return nullcontext()
+        return self._around(list(map(edge_of, roots)))
+
+    @contextmanager
+    def _around(self, edges: Sequence[GraphEdge]) -> Iterator[None]:
+        with self._looked_at(edges):
+            yield
+        wake()
+
+    def _looked_at(self, edges: Sequence[GraphEdge]) -> AbstractContextManager[None]:
+        for look, _ in list(self._followers):
+            try:
+                if (block := look(edges)) is not None:
+                    return block
+            except Exception:  # of a view, whatever it is: a drawing must not fail the user's pass
+                _log.exception("a backward pass is not watched, because its drawing failed")
         return nullcontext()
 
     @contextmanager
