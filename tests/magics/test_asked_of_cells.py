@@ -281,7 +281,7 @@ def test_a_cell_that_is_run_again_while_its_old_run_goes_on(notebook, tmp_path):
         "This run begins on worker1 after it.\n"
     )
     elsewhere = send("%%remote 0 -a\nprint('elsewhere')")
-    notebook.until(lambda: "elsewhere" in elsewhere.stdout)
+    notebook.until(lambda: "elsewhere\n" in elsewhere.stdout)
     assert "This run begins" not in elsewhere.stderr
     assert new.stdout == ""
     with open(path, "w"):

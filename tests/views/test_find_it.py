@@ -106,7 +106,7 @@ def test_a_straggler(notebook):
     text = told[-1]["data"]["text/plain"]
     (line,) = [line for line in text.splitlines() if "most time" in line]
     assert "on worker3" in line
-    assert "def backward(ctx, gradient)" in line
+    assert "return Heavy.apply(x * 0.5).tanh()" in line
     units = {"µs": 1e-6, "ms": 1e-3, "s": 1.0}
     told = re.findall(r"(\w+): .*busy ([\d.]+) (µs|ms|s)\b", text)
     busy = {worker: float(time) * units[unit] for worker, time, unit in told}

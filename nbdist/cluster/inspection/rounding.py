@@ -41,10 +41,12 @@ def difference(one: torch.Tensor, other: torch.Tensor, calls: int, terms: int, e
     if is_rounded:
         share = (2 + 2 * math.sqrt(calls)) * eps + math.sqrt(calls * terms) * min(eps, torch.finfo(torch.float32).eps)
         smallest = 0.0 if not calls else 1e-7 if eps < 1e-8 else 1e-5  # as in `torch.testing`
+        dtype = torch.promote_types(one.dtype, other.dtype)
         one, other = (each.to(torch.promote_types(each.dtype, torch.float64)) for each in (one, other))
         typical = float(one[one.isfinite()].abs().square().mean().nan_to_num().sqrt())
         is_near = torch.isclose(other, one, share, share * typical + smallest, equal_nan=True)
         other = torch.where(is_near, one, other)  # `compare` counts only what rounding does not explain
+        one, other = one.to(dtype), other.to(dtype)
     bits, others = (each.contiguous().reshape(-1).view(torch.uint8) for each in (one, other))
     return "" if torch.equal(bits, others) else compare(one, other)
 
