@@ -21,17 +21,27 @@ class JointPass:
         self.watch = watch
         self.id = PassId(context.maker, number)
         self._observing = observing
-        self._plans: dict[str, Plan] = {}
+        self._plans: dict[str, Plan] = {}  # by the worker's name
+        self._joined: set[int] = set()
         self.running: set[int] = set()
         """The workers on which it runs, by incarnation."""
         self._batches: dict[int, int] = {}  # by worker: those that the watch must await
         self._error = ""
 
-    def join(self, worker: int, plan: Plan) -> Head:
+    def join(self, worker: int) -> Head:
         """Add the share of a worker that begins now; return what it needs to observe the share."""
-        self._plans.update(dict.fromkeys(plan.trace.nodes, plan))
+        self._joined.add(worker)
         self.running.add(worker)
         return Head(self.id, self.context.id, True, False, False, self.id.number, self.watch.watching)
+
+    def show(self, plan: Plan) -> None:
+        """Add the plan of a share."""
+        self._plans.update(dict.fromkeys(plan.trace.nodes, plan))
+
+    @property
+    def lacks_plans(self) -> bool:
+        """True if the plan of a share has not come yet."""
+        return len(self._plans) < len(self._joined)
 
     def backward(self, order: list[str]) -> Backward:
         """Return the plan of all shares, with the workers in this order."""

@@ -26,8 +26,11 @@ _TOLD_WITHIN = 0.1  # seconds until all workers know which pass is watched next
 class LocalHome(Protocol):
     """The methods of a `Watcher` that local scouts need: called in the notebook, and by RPC from workers."""
 
-    def join(self, worker: int, number: int, plan: Plan) -> Head | None:
+    def join(self, worker: int, number: int) -> Head | None:
         """Let a share of local pass ``number`` begin on a worker; return None not to watch it."""
+
+    def show(self, worker: int, number: int, plan: Plan) -> None:
+        """Take the plan of a share that has joined."""
 
     def leave(self, worker: int, number: int, error: str, batches: int) -> None:
         """Note that the share has ended, with an error's text if it failed, after so many batches of events."""
@@ -84,13 +87,14 @@ class LocalScout:
         return None
 
     def _share(self, number: int, roots: Sequence[GraphEdge]) -> AbstractContextManager[None] | None:
-        here, numbers = self._recorder, NodeNumbers()
+        here = self._recorder
         with here.contexts.outside():
-            head = self._home.join(here.me, number, plan_local(numbers, roots))
-        context = here.contexts.enter(head.context, head.id.root) if head is not None else None
-        if head is None or context is None:
-            return None
-        context.numbers = numbers
+            head = self._home.join(here.me, number)
+            context = here.contexts.enter(head.context, head.id.root) if head is not None else None
+            if head is None or context is None:
+                return None
+            context.numbers = NodeNumbers()
+            self._home.show(here.me, number, plan_local(context.numbers, roots))
 
         def ended(error: str, batches: int) -> None:
             with here.contexts.outside():

@@ -8,7 +8,7 @@
                                               context, so the notebook enters the context too
                ---- a Watching, or None --->  the context is watched; it is not if the answer is None, or late
                <--- `show_plan` ------------  a pass is about to begin: its plan, while its graph still exists
-               <--- `join`, `leave` --------  a local pass begins, with its plan, and ends (`LocalScout`)
+               <--- `join`, `show`, `leave`   a local pass begins, has this plan, and ends (`LocalScout`)
     hold       ---- `hold` ---------------->  pause every pass before its first node, or stop that
     call_back  ---- `end` ----------------->  drops the `Scout`
 
@@ -73,7 +73,7 @@ class Scouts:
         self._contexts = api.recorder().contexts
         self._home = weakref.ref(home)
         self._key = f"{self._agent.me.incarnation}.{next(_numbers)}"
-        self._agent.named.publish(f"watcher {self._key}", self, "ask", "show_plan", "join", "leave", "is_due")
+        self._agent.named.publish(f"watcher {self._key}", self, "ask", "show_plan", "join", "show", "leave", "is_due")
         self._called_back = False
         self._including = threading.Lock()  # held while `_workers` gets its records
         self._held = held
@@ -144,10 +144,15 @@ class Scouts:
         if (home := self._home()) is not None and not self._called_back:
             home.plan(context_id, root, plan)
 
-    def join(self, worker: int, number: int, plan: Plan) -> Head | None:
+    def join(self, worker: int, number: int) -> Head | None:
         """See `LocalHome`. Returns None also if the watcher is gone."""
         home = self._home()
-        return home.join(worker, number, plan) if home is not None and not self._called_back else None
+        return home.join(worker, number) if home is not None and not self._called_back else None
+
+    def show(self, worker: int, number: int, plan: Plan) -> None:
+        """See `LocalHome`."""
+        if (home := self._home()) is not None:
+            home.show(worker, number, plan)
 
     def leave(self, worker: int, number: int, error: str, batches: int) -> None:
         """See `LocalHome`."""
@@ -209,10 +214,14 @@ class Scout:
 
     # What the local scout asks of its `LocalHome`.
 
-    def join(self, worker: int, number: int, plan: Plan) -> Head | None:
+    def join(self, worker: int, number: int) -> Head | None:
         """Ask the notebook whether to watch the local pass that begins, and return its answer."""
-        head: Head | None = self._call("join", worker, number, plan)
+        head: Head | None = self._call("join", worker, number)
         return head
+
+    def show(self, worker: int, number: int, plan: Plan) -> None:
+        """Send the notebook the plan of the local pass, which does not wait for it."""
+        self._home.cast("show", worker, number, plan)
 
     def leave(self, worker: int, number: int, error: str, batches: int) -> None:
         """Tell the notebook that a local pass has ended here."""

@@ -144,8 +144,12 @@ class Watcher:
         self._noting.close()
         with blocking_wait(), self._changed:
             if error is None and self._watch is not None:
-                self._changed.wait_for(lambda: self._watch is None or self._watch.complete, _LAST_REPORTS_SECONDS)
+                self._changed.wait_for(self._is_complete, _LAST_REPORTS_SECONDS)
         self.close()
+
+    def _is_complete(self) -> bool:
+        has_plans = not any(joint.lacks_plans for joint in self._joint.values())
+        return self._watch is None or (self._watch.complete and has_plans)
 
     def close(self) -> None:
         """Stop watching, and resume paused passes. What was seen stays. Doing this twice is harmless."""
@@ -485,7 +489,7 @@ class Watcher:
 
     # -- local passes, as their scouts call it ------------------------------------------------------
 
-    def join(self, worker: int, number: int, plan: Plan) -> Head | None:
+    def join(self, worker: int, number: int) -> Head | None:
         """Let a share of local pass ``number`` begin on a worker; return None not to watch it."""
         with self._changed:
             if self.ended or _cells.get(threading.get_ident(), self) is not self:
@@ -500,11 +504,19 @@ class Watcher:
                 watch = observing.watch(context, paused=self._must_halt(), norms=self._norms)
                 joint = self._joint[number] = JointPass(number, context, watch, observing)
                 self._follow(watch)
-            head = joint.join(worker, plan)
-            if joint.watch is self._watch:
-                self._pass = joint.backward(self._names())
+            head = joint.join(worker)
         joint.watch.begin(joint.id, LOCAL)
         return head
+
+    def show(self, worker: int, number: int, plan: Plan) -> None:
+        """Draw the plan of a share that has joined."""
+        with self._changed:
+            joint = self._joint.get(number)
+            if joint is not None:
+                joint.show(plan)
+                if joint.watch is self._watch:
+                    self._pass = joint.backward(self._names())
+        self._wake_and_tell()
 
     def leave(self, worker: int, number: int, error: str, batches: int) -> None:
         """Note that a share has ended, with an error's text if it failed, after so many batches of events."""
