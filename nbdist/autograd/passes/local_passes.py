@@ -36,10 +36,9 @@ class LocalPasses:
         self._cell = ExitStack()  # of the main thread
 
     def follow(self, look: Look, wants_lines: Callable[[], bool]) -> Callable[[], None]:
-        """Call ``look(roots)`` before each local pass, by its thread; return a function that ends that.
+        """Have each local pass run in the block that ``look(roots)`` returns, unless None; return what ends that.
 
-        The pass runs in the block that ``look`` returns, or unseen if it returns None. ``wants_lines()`` tells whether
-        it would watch a pass of what is computed now.
+        ``wants_lines()`` tells whether it would watch a pass of what is computed now.
         """
         follower = look, wants_lines
         self._followers.append(follower)

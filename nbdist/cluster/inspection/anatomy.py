@@ -71,10 +71,8 @@ def _fields(value: Any) -> dict[str, Any]:
 
 
 def _describe_step(of: Any, holder: Any, number: int, before: Any, value: Any, at: str) -> tuple[str, str]:
-    """Return where a step leads from the object ``at``, in words and as an expression, "" if there is none.
-
-    ``of`` is the holder itself, or the object whose attributes the holder has.
-    """
+    """Return where a step leads from the object ``at``, in words and as an expression, "" if there is none."""
+    # `of` is the holder itself, or the object whose attributes the holder has.
     at = at if len(at) <= _LETTERS_SHOWN else f"{at[:20]}…{at[-30:]}"
     base, told = _base_of(holder), f"{short_name(type(of))} {at}".strip()
     name = before if holder is not of else None

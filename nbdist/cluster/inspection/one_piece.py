@@ -5,9 +5,9 @@
     notebook   observe ── OnePiece.keep ──> kept <── OnePiece.compare <─┐
     worker     observe ── gather, send ─────────────── what, tensors ───┘   answer: how they differ
 
-This happens once for each of `STEPS`, on all workers at once, in a cell; the first with a difference is the last one.
-A worker sends one output after another, in the middle of its forward pass, and so holds no copies. To gather a tensor
-is a collective: a worker that has found a difference goes on, because the others wait for it.
+This happens once for each of `STEPS`, on all workers at once; the first with a difference is the last one. A worker
+sends each output in the middle of its forward pass, and so holds no copies. To gather a tensor is a collective: a
+worker that has found a difference goes on, because the others wait for it.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Tells whether a tensor differs from another by more than rounding. Pure.
 
-Each operation of a model rounds its results, and a worker may sum in another order: over shards, or on another device.
-So a value of the output number ``calls`` of a forward pass, whose sums have up to ``terms`` terms, may be this far from
-its reference, a value of ``one``::
+Each operation rounds, and a worker may sum in another order. So a value of the output number ``calls`` of a forward
+pass, whose sums have up to ``terms`` terms, may be this far from its reference, a value of ``one``::
 
     ((2 + 2 √calls) eps + √(calls · terms) wide) · (|reference| + root mean square of ``one``) + smallest
 

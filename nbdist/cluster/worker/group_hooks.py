@@ -118,10 +118,7 @@ def _main_frame() -> FrameType | None:
 
 
 def _say(operation: Any, group: str, tensors: Any, called: FrameType | None) -> tuple[Given, int, bytes]:
-    """Return an operation, the other member's global rank (-1 for none), and the text for `LastOperations`.
-
-    ``called`` is the frame that has called torch's C++.
-    """
+    """Return an operation, the other member's global rank (-1 for none), and the text for `LastOperations`."""
     name = operation.name.name.lower()
     said = [f"{str(each.dtype).removeprefix('torch.')}{list(each.shape)}" for each in tensors[:1]]
     call, place = say_place(called) or ("", "")

@@ -42,8 +42,8 @@ class LocalHome(Protocol):
 class LocalScout:
     """Counts the local passes of this process, and asks a `Watcher` about those that are watched.
 
-    All workers watch the passes of the same numbers, so that those of one step of DDP are seen together: the first
-    ones, those that a worker finds due (`Pace`), and all while passes must pause.
+    All workers watch passes of the same numbers, to see those of a DDP step together: the first ones, those that a
+    worker finds due (`Pace`), and all while passes must pause.
     """
 
     def __init__(self, recorder: Recorder, home: LocalHome, held: bool) -> None:

@@ -6,8 +6,6 @@
     worker1            came ├──────┤▒▒▒▒▒┤
     worker2                   came ┤▒▒▒▒▒┤       came last
               start               last  end      an end is known only where torch has noted one
-
-A collective that has not ended lasts until the recording's end.
 """
 
 from __future__ import annotations

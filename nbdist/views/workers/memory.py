@@ -206,10 +206,7 @@ def _growth(row: Row) -> str:
 
 
 def _names_that_hold(row: Row) -> str:
-    """Return the names that keep a row's objects alive, as text: a variable's own names, or ``worker: names``.
-
-    Of a variable, the text also says where in it most of the bytes are.
-    """
+    """Return the names that keep a row's objects alive, and where in a variable most of the bytes are, as text."""
     if row.kind == "variable":
         told = ", ".join(name for _, names in row.held for name in first_names(names))
         return f"{told}; mostly {row.main_part}" if row.main_part else told

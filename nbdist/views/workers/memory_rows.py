@@ -206,10 +206,7 @@ def fold(rows: Sequence[Row]) -> list[Row]:
 
 
 def _fold_equal(rows: list[Row]) -> list[Row]:
-    """Return fewer rows: rows of one worker that look the same become one, with the sums of bytes and of growth.
-
-    References that one line has made may have different names.
-    """
+    """Return fewer rows: rows of one worker that look the same become one, with the sums of bytes and of growth."""
     equal = grouped(rows, lambda row: (row.what, row.nbytes, row.gpu, _holders(row), row.is_partial, row.idle))
     return [_put_together(same, f"{len(same)} x {same[0].what}") for same in equal.values()]
 
