@@ -16,7 +16,7 @@ import torch
 from nbdist.autograd import api
 from nbdist.autograd.graph.edges import RECEIVE, EdgeSlot, GraphEdge, Node
 from nbdist.autograd.graph.messages import Mode
-from nbdist.autograd.graph.noting import notes_lines
+from nbdist.autograd.graph.noting import why_no_line
 from nbdist.autograd.graph.numbers import NodeNumbers
 from nbdist.autograd.graph.origins import NodeOrigin, origin_of
 from nbdist.autograd.graph.parameters import ParameterName, names_of
@@ -79,19 +79,19 @@ def plan_local(numbers: NodeNumbers, starts: Sequence[GraphEdge]) -> Plan:
     found = walk(starts)
     numbered = numbers.of([*found.leaves, *found.nodes.difference(found.leaves)])
     nodes = _describe_all(numbered)
-    if notes_lines():
-        nodes = list(map(partial(_made_before, {node.number: node for node in nodes}), nodes))
+    if why := why_no_line():
+        nodes = list(map(partial(_without_line, {node.number: node for node in nodes}, why), nodes))
     return planned(Trace(0, {name: nodes}), [(name, numbered[node]) for node, _ in starts])
 
 
-def _made_before(nodes: dict[int, NodeInfo], node: NodeInfo) -> NodeInfo:
-    """Return a node, if it was made where no lines were noted, with the module of its parameter, and saying so."""
+def _without_line(nodes: dict[int, NodeInfo], why: str, node: NodeInfo) -> NodeInfo:
+    """Return a node, if it was made where no lines were noted, with the module of its parameter, and ``why``."""
     if node.kind != "operation" or node.origin != NodeOrigin():
         return node
     near = [nodes[number] for number in node.inputs]
     near += [nodes[number] for other in near for number in other.inputs if other.name == "TBackward0"]
     module = next((other.parameter_of for other in near if other.parameter_of), None)
-    return replace(node, origin=NodeOrigin(module, text="made before this cell"))
+    return replace(node, origin=NodeOrigin(module, text=why))
 
 
 def trace(context_id: int | None = None) -> Trace:

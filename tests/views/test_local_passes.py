@@ -10,6 +10,7 @@ import torch
 from helpers.waiting import wait_for_error, wait_until
 
 import nbdist
+from nbdist.autograd.graph.noting import noted
 from nbdist.views.passes import report
 from nbdist.views.passes.watching import Watcher
 
@@ -247,3 +248,71 @@ def test_only_the_last_passes_are_kept(cluster):
             wait_until(lambda: not thread.is_alive() or watcher.under_way, "a pass or the end")
             watcher.under_way and watcher.step(3)
     assert len(watcher.others()) < 8
+
+
+def test_another_call_of_the_engine_does_not_halt(cluster):
+    w = torch.ones(3, requires_grad=True)
+    y = w.exp()
+    with Watcher(paused=True) as watcher:
+        thread = threading.Thread(target=lambda: y.sum().backward(retain_graph=True))
+        thread.start()
+        wait_until(lambda: watcher.under_way and watcher.step(), "a step")
+        torch.autograd.grad(y.sum(), w, retain_graph=True)
+        watcher.run()
+        thread.join()
+
+
+def test_closing_lets_a_halted_pass_go_on(cluster):
+    w = torch.ones(3, requires_grad=True)
+    errors = []
+
+    def compute():
+        try:
+            w.exp().sum().backward()
+        except Exception as error:
+            errors.append(error)
+
+    watcher = Watcher(paused=True)
+    thread = threading.Thread(target=compute)
+    thread.start()
+    wait_until(lambda: watcher.under_way and watcher.step(), "a step")
+    watcher.close()
+    thread.join()
+    assert errors == []
+    assert w.grad is not None
+
+
+def test_an_error_between_two_nodes_blames_none(cluster):
+    def hook(gradient):
+        raise ValueError("of a hook")
+
+    w = torch.ones(3, requires_grad=True)
+    y = w * 2
+    y.register_hook(hook)
+    loss = y.exp().sum()
+    with Watcher() as watcher, pytest.raises(ValueError, match="of a hook") as raised:
+        loss.backward()
+    assert not getattr(raised.value, "__notes__", [])
+    assert watcher.state == "failed"
+    assert "failed at" not in told(watcher)
+
+
+def test_a_loss_without_a_graph_gets_torchs_error(cluster):
+    with Watcher(), pytest.raises(RuntimeError, match="does not require grad and does not have a grad_fn"):
+        torch.ones(()).backward()
+
+
+def test_noting_rests_and_wakes(cluster):
+    """While another block notes in another thread, and under torch's default device, too."""
+    model = torch.nn.Linear(3, 1)
+    with noted():  # as of another cell
+        for device in (None, "cpu"):
+            torch.set_default_device(device)
+            try:
+                with Watcher() as watcher:
+                    for _ in range(8):
+                        model(torch.ones(2, 3)).sum().backward()
+            finally:
+                torch.set_default_device(None)
+    lines = {node.name: node.line for node in watcher.backward.nodes.values()}
+    assert lines["AddmmBackward0"].endswith("model(torch.ones(2, 3)).sum().backward()")

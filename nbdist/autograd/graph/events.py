@@ -132,7 +132,7 @@ class Pass:
     number: int
     """The number of the pass among the passes that began on that worker."""
     mode: str
-    """``smart`` or ``fast``; empty as long as that is not known."""
+    """``smart``, ``fast``, or ``local`` for torch's own ``backward()``; empty as long as that is not known."""
     events: list[Event] = field(default_factory=list)
     """The events of the pass, in the order in which the watch learned of them; `Watch.passes` sorts them by time."""
     over: bool = False

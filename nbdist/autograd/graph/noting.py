@@ -7,7 +7,7 @@ One mode of torch does two jobs: it notes lines, and it checks every operation f
     context(check="nan")  `noted` enters a `_Noting` mode   `NanCheck.after` reads what was returned
 
 Noting takes about 50 microseconds for each operation. So it happens only in contexts that ask for it, in the threads
-that run in such a context, on all workers.
+that run in such a context, on all workers, and in watched cells, for the passes that are watched.
 """
 
 from __future__ import annotations
@@ -117,21 +117,19 @@ def noted(
             _thread.modules, _thread.checking, _thread.noting = outer, checking, noting
 
 
-def _rest() -> None:
+def _rest() -> bool:
     """Take the mode that notes this thread's lines off its stack, and the hooks away, if no lines are wanted now.
 
-    They cost each operation and each module some microseconds. Where a mode of the user's lies above, all stays. Not to
-    be called inside of an operation: there the mode is off the stack, and comes back.
+    They cost each operation and each module some microseconds. Returns whether it did. Not to be called inside of an
+    operation: there the mode is off the stack, and comes back.
     """
     mode = _thread.noting
-    if mode is None or mode.is_over or mode.check is not None or mode.is_wanted():
-        return
-    top = pop_function_mode()
-    if top is mode:
-        mode.is_resting = True
-        _process_hooks.use(-1)
-    else:
-        push_function_mode(top)
+    if mode is None or mode.is_over or mode.check is not None or mode.is_wanted() or function_modes() != 1:
+        return False  # with no mode on the stack it rests already; a second one is the user's
+    pop_function_mode()
+    mode.is_resting = mode.has_gaps = True
+    _process_hooks.use(-1)
+    return True
 
 
 def wake() -> None:
@@ -143,9 +141,12 @@ def wake() -> None:
         push_function_mode(mode)
 
 
-def notes_lines() -> bool:
-    """Return whether the calling thread notes lines now."""
-    return _thread.noting is not None and not _thread.noting.is_over
+def why_no_line() -> str:
+    """Return why a node may have no line here: "" in a thread that notes none."""
+    mode = _thread.noting
+    if mode is None or mode.is_over:
+        return ""
+    return "its line was not noted" if mode.has_gaps else "made before this cell"
 
 
 def _leave(mode: TorchFunctionMode | None) -> None:
@@ -165,8 +166,8 @@ def _leave(mode: TorchFunctionMode | None) -> None:
 def _enter_module(module: torch.nn.Module, _: Any) -> None:
     # torch calls this for all modules of the process: on a thread outside of `noted`, it must do nothing.
     if not torch.compiler.is_compiling() and _thread.modules is not None:
-        if not _thread.modules:
-            _rest()
+        if not _thread.modules and _rest():
+            return  # the hook at the module's end may be gone
         _thread.modules.append(_Running(module))
 
 
@@ -204,6 +205,7 @@ class _Noting(TorchFunctionMode):
     """The mode that sees every function of torch that a thread calls: it notes origins, and checks for NaN."""
 
     is_over = False  # True once the `noted` block has ended; then the mode does nothing
+    has_gaps = False  # True once something has run while no lines were wanted
     is_resting = False  # True while it is not on the thread's stack: see `wake`
 
     def __init__(self, lines: bool, check: NanCheck | None, wanted: Callable[[], bool]) -> None:
@@ -217,7 +219,9 @@ class _Noting(TorchFunctionMode):
         kwargs = kwargs or {}
         if torch.compiler.is_compiling() or self.is_over:  # compile the user's code without ours
             return func(*args, **kwargs)
-        run, check = _call_and_note if self._lines and self.is_wanted() else _call_unnoted, self.check
+        notes = self._lines and self.is_wanted()
+        self.has_gaps |= not notes
+        run, check = _call_and_note if notes else _call_unnoted, self.check
         if check is None:
             return run(func, args, kwargs)
         name = getattr(func, "__name__", "").partition(".")[0]  # compiled code calls ``view.default``, say
@@ -264,6 +268,9 @@ def _apply_and_note(function: type[torch.autograd.Function], *args: Any, **kwarg
     with no_torch_function():
         _note_made((result, *args[:1]))
     return result
+
+
+_apply_and_note.__name__ = "apply"  # torch.compile asks for the name
 
 
 def _call_unnoted(func: Any, args: Any, kwargs: Any) -> Any:

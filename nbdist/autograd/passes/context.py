@@ -68,7 +68,7 @@ class Context:
         # another worker watches.
         self.before_step: Callable[[Plan], None] | None = None
         self.before_pass: Callable[[Mode, Sequence[GraphEdge]], None] | None = None
-        self.step_observers: dict[PassId, Observer] = {}  # of the pipeline steps that run on this worker
+        self.step_observers: dict[PassId, Observer] = {}  # of pipeline steps and local passes here
         self.lock = threading.Lock()
         self._gradients = GradientStore()
         self._contributions: dict[object, GradientStore] = {}

@@ -53,13 +53,18 @@ class LocalPasses:
         """Return the block in which a local pass from these roots runs."""
         if not self._followers or graph_task() >= 0 or self._thread.is_unseen:
             return nullcontext()
-        return self._around(list(map(edge_of, roots)))
+        try:
+            return self._around(list(map(edge_of, roots)))
+        except RuntimeError:  # a root without a graph: torch's engine has the error that users know
+            return nullcontext()
 
     @contextmanager
     def _around(self, edges: Sequence[GraphEdge]) -> Iterator[None]:
-        with self._looked_at(edges):
-            yield
-        wake()
+        try:
+            with self._looked_at(edges):
+                yield
+        finally:
+            wake()
 
     def _looked_at(self, edges: Sequence[GraphEdge]) -> AbstractContextManager[None]:
         for look, _ in list(self._followers):

@@ -211,7 +211,7 @@ class Observing:
             if observer is None:
                 yield
                 return
-            error = ""
+            observer.is_local, error = True, ""
             try:
                 with CallHooks(observer, None, context.numbers.all(), [node for node, _ in roots]):
                     yield
@@ -219,6 +219,7 @@ class Observing:
                 error = f"{type(raised).__name__}: {text_of_error(raised)}"
                 raise
             finally:
+                observer.note("resting")
                 ended(error, observer.finish())
 
     def end(self, run: Run, error: str = "") -> None:

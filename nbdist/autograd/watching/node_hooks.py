@@ -20,6 +20,9 @@ from nbdist.autograd.graph.saved import Saved, saved_by
 from nbdist.autograd.watching.observer import Observer, Stopped
 from nbdist.gpus import spans
 from nbdist.gpus.spans import GpuSpan
+from nbdist.torch_private import graph_task
+
+_CHECKED_AFTERWARDS = "returned an invalid gradient"  # in torch's error
 
 
 class CallHooks:
@@ -34,7 +37,9 @@ class CallHooks:
     ) -> None:
         self.observer = observer
         self.part = part
-        self.last: _NodeHooks | None = None  # of the node that has begun last; after an error, of the one that failed
+        self._task: int | None = None  # torch's number of this call
+        self.last: _NodeHooks | None = None  # of the node that has begun last
+        self.is_running = False  # that node has not ended
         self._first = first
         # The nodes without hooks, and their numbers. Several threads of the engine may take nodes out.
         self._left = observer.numbers.of(nodes)
@@ -58,10 +63,22 @@ class CallHooks:
         self._is_over = True
         self._left = {}
         self._remove()
-        if isinstance(error, Exception) and not isinstance(error, HeldBack | Stopped) and self.last is not None:
-            self.observer.failed(self.last.number, self.last.name)
+        # Between two nodes torch checks what the first has returned, and calls the hooks of tensors.
+        by_node = self.is_running or _CHECKED_AFTERWARDS in str(error)
+        if isinstance(error, Exception) and not isinstance(error, HeldBack | Stopped) and self.last and by_node:
+            self.observer.note("failed", node=self.last.number, name=self.last.name)
+            self.observer.flush()
             if line := origin_of(self.last.node).line:
                 error.add_note(f"raised by {self.last.name}, the node that this line made: {line}")
+
+    def runs(self) -> bool:
+        """Return whether this call runs the node whose hook asks; another one may run it, perhaps at the same time."""
+        if self.part is not None:
+            return current_part() is self.part
+        task = graph_task()
+        if self._task is None:
+            self._task = task  # of a root, which runs first
+        return task == self._task
 
     def reach(self, node: Node) -> None:
         """Set hooks on the nodes that come after ``node``, which has run."""
@@ -102,19 +119,20 @@ class _NodeHooks(msgspec.Struct, eq=False):
 
     def before(self, gradients: Gradients) -> None:
         call = self.call
-        if current_part() is not call.part:  # another pass runs the node, perhaps at the same time
+        if not call.runs():
             return
         call.observer.come_to(self.number, self.name, gradients, sends=type(self.node) is RECEIVE)
         if call.observer.looks:  # now, as torch frees them when the node has run
             self.saved = saved_by(self.node)
-        call.last = self
+        call.last, call.is_running = self, True
         self.span = spans.begin(spans.device_of(gradients))
         self.began = time.perf_counter()
 
     def after(self, new: Gradients, given: Gradients) -> None:
         call = self.call
-        if current_part() is not call.part:
+        if not call.runs():
             return
+        call.is_running = False
         seconds = time.perf_counter() - self.began
         span, self.span = self.span, None
         if span is not None:

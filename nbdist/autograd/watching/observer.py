@@ -74,6 +74,7 @@ class Observer:
         block of ``standing_still()``.
         """
         self._standing_still = standing_still
+        self.is_local = False  # whether torch's own ``backward()`` is observed
         self.whose = (watching.watcher, watching.watch)  # the incarnation of the watcher, and the number of the watch
         self.sent = 0  # batches; the root tells it to the watcher, which awaits that many
         self._worker = worker
@@ -178,7 +179,12 @@ class Observer:
             self._changed.notify_all()
 
     def stop(self) -> None:
-        """Make a halted thread, and each that is about to halt later, raise `Stopped`: the pass has been given up."""
+        """Make a halted thread, and each that is about to halt later, raise `Stopped`: the pass has been given up.
+
+        A local pass outlives its context, and goes on without halts.
+        """
+        if self.is_local:
+            return self.leave()
         with self._changed:
             self._stopped = True
             self._changed.notify_all()
@@ -241,11 +247,6 @@ class Observer:
         if not are_finite(new) and are_finite(given):  # else the operation was given it
             self._check(number, name, new, given, lambda: None)
             self.flush()
-
-    def failed(self, number: int, name: str) -> None:
-        """Note that a node has raised an error, which ends the pass; send it at once."""
-        self.note("failed", node=number, name=name)
-        self.flush()
 
     @property
     def looks(self) -> bool:

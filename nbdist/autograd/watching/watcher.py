@@ -283,6 +283,8 @@ class Watch:
         for seen in self._open_passes():
             # A worker that waits for gradients does not count: it can run nothing until others have run.
             known = [worker for number, worker in seen.shares.items() if self._transport.name_of(number) == name]
+            if seen.mode == LOCAL and name is not None and not any(each.resting and each.done for each in known):
+                return True  # its share has not ended, or may begin yet
             if name is None or not all(worker.resting for worker in known) or (seen.root == name and not known):
                 return True
         return False
@@ -315,15 +317,18 @@ class Watch:
         gone: dict[int, tuple[int | None, int]] = {}  # by worker: its node, and how many it had run before
         is_news = True
         while True:
-            shares = {on: each for on, each in seen.shares.items() if name in (None, self._transport.name_of(on))}
+            alive = {on: each for on, each in seen.shares.items() if on in gone or not (each.resting and each.done)}
+            shares = {on: each for on, each in alive.items() if name in (None, self._transport.name_of(on))}
             for number, share in shares.items():
                 if share.at is not None and number not in gone:
                     gone[number] = share.at.node, len(share.done)
                     share.gone, share.at = share.halt, None
                     self._transport.tell(number, messages.Go(id, self.context_id, share.halt))
-            ran = [event for on, (node, n) in gone.items() for event in shares[on].done[n:][:1] if event.node == node]
+            ran = []
+            for on, (node, before) in gone.items():
+                ran += [event for event in shares[on].done[before:] if event.node == node][:1]
             over = self.closed or (seen.over and seen.complete)
-            others_stand = bool(ran) or len(shares) < len(seen.shares)
+            others_stand = bool(ran) or len(shares) < len(alive)
             if over or len(ran) == len(shares) or (others_stand and not is_news):
                 return ran
             is_news = self._changed.wait(_WAITS_INSIDE_AFTER)

@@ -7,6 +7,7 @@ import os
 import platform
 import re
 import sys
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -23,15 +24,20 @@ CodeFacts = dict[str, dict[str, str]]
 _BY_DESIGN = re.compile(
     r"(.*_)?(RANK|PORT|PID|ADDR|HOST|HOSTNAME|VISIBLE_DEVICES|SOCKET_IFNAME|TMPDIR|ID|SOCK|WORLD_SIZE)|_|TERM|COLUMNS|"
     r"(NBDIST|JPY|TORCHELASTIC|SLURM|PMIX?|OMPI|PRTE|RAY|KUBERNETES|SSH|XDG|DBUS|TERM|SYSTEMD|LC)_.*|LINES|PWD|OLDPWD|"
+    r"(SLURMD|PBS|MPI|POD)_.*|(.*_)?(NODE_?NAME|IP)|"
     r"SHLVL|SHELL|HOME|USER|LOGNAME|MAIL|DISPLAY|LS_COLORS|LESS\w*|JOURNAL_STREAM|PS1|MPLBACKEND|KMP_INIT_AT_FORK|.*CACHE.*"
 )
-_SECRET = re.compile(r"KEY|TOKEN|SECRET|PASS|CREDENTIAL|AUTH", re.IGNORECASE)
+_SECRET = re.compile(
+    r"KEY|TOKEN|SECRET|PASS|PWD|CREDENTIAL|AUTH|DSN|CONNECTION_STRING|COOKIE|(^|_)PAT(_|$)", re.IGNORECASE
+)
+_SECRET_IN_ADDRESS = re.compile(r"://[^/\s]*@")
 
 
 def describe_code() -> CodeFacts:
     """Return the facts about this process."""
     files, host = read_files(), platform.node()
-    packages = {name: module for name, module in list(sys.modules.items()) if "." not in name}
+    modules = [(name, module) for name, module in list(sys.modules.items()) if issubclass(type(module), ModuleType)]
+    packages = {name: module for name, module in modules if "." not in name}
     versions = {name: vars(packages[name]).get("__version__") for name in packages.keys() - sys.stdlib_module_names}
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_initialized() else torch.device("cpu")
     return {
@@ -50,7 +56,7 @@ def describe_code() -> CodeFacts:
 
 def _shown(name: str, value: str) -> str:
     """Return a variable's value, or a digest of a long one, or of a secret, which stays in its process."""
-    is_hidden = len(value) > 60 or _SECRET.search(name) is not None
+    is_hidden = len(value) > 60 or any((_SECRET.search(name), _SECRET_IN_ADDRESS.search(value)))
     return f"a value with digest {_digest(value)[:6]}" if is_hidden else value or "empty"
 
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 
 from nbdist.amounts import counted
 from nbdist.cluster.examination.code_facts import CodeFacts
 from nbdist.cluster.examination.findings import Finding
 from nbdist.cluster.output.arranger import grouped, say_members
+
+# Variables of the environment that decide results. Others often differ between hosts.
+_DECIDES = re.compile(r"TORCH|PYTORCH|NCCL|GLOO|CUDA|CUBLAS|CUDNN|NVIDIA|OMP_|MKL|KMP|PYTHON(HASHSEED|OPTIMIZE)")
 
 
 def remarks_on(workers: Mapping[str, CodeFacts], notebook: Mapping[str, CodeFacts]) -> Iterator[tuple[str, bool]]:
@@ -26,7 +30,8 @@ def remarks_on(workers: Mapping[str, CodeFacts], notebook: Mapping[str, CodeFact
         for key, values in _by_key(compared, topic):
             found = {name: values.get(name, "not set") for name in compared} if topic == "environment" else values
             if len(set(found.values())) > 1:
-                yield f"{topic}: {key}: {_say(found)}", topic != "versions"
+                is_fault = topic != "versions" and (topic != "environment" or _DECIDES.match(key) is not None)
+                yield f"{topic}: {key}: {_say(found)}", is_fault
     for generator, states in _by_key(workers, "random states"):
         for names in grouped(states, states.__getitem__).values():
             told = f"{generator}'s is equal on {len(names)} workers ({say_members(names)}): samplers that draw from it"

@@ -10,7 +10,7 @@ import hashlib
 import sys
 from importlib.machinery import PathFinder
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from nbdist.code_places import is_users
@@ -39,15 +39,20 @@ def read_files() -> dict[str, tuple[str, str, bool]]:
     """
     for name, module in list(sys.modules.items()):
         if name not in _noted:
-            _note(name, getattr(module, "__spec__", None))
+            # Past `__getattr__`, which may import, or raise.
+            _note(name, vars(module).get("__spec__") if issubclass(type(module), ModuleType) else None)
     noted = {name: _noted[name] for name in sorted(_noted) if name in sys.modules}
     return {name: (path, digest, _digest(path) not in (digest, "")) for name, (path, digest) in noted.items()}
 
 
 def _digest(path: str) -> str:
-    return hashlib.sha256(Path(path).read_bytes()).hexdigest() if Path(path).is_file() else ""
+    try:
+        return hashlib.sha256(Path(path).read_bytes()).hexdigest()
+    except OSError:  # gone, or not readable any more
+        return ""
 
 
 read_files()
 # Just before Python's own finder, for which it stands in: finders that the user has put before that still come first.
-sys.meta_path.insert(sys.meta_path.index(PathFinder), SimpleNamespace(find_spec=_find))
+if PathFinder in sys.meta_path:
+    sys.meta_path.insert(sys.meta_path.index(PathFinder), SimpleNamespace(find_spec=_find))

@@ -18,8 +18,8 @@ from nbdist.code_places import is_nbdists, is_pythons, is_torchs, shown_name
 
 # Files of code that has no file, and of packages whose functions torch itself imports into its modules.
 _EXPECTED = re.compile(
-    r"^[^/]|/(filelock|fsspec|jinja2|networkx|numpy|opt_einsum|optree|setuptools|sympy|tabulate|torchgen|tqdm|triton|"
-    r"typing_extensions)[/.]"
+    r"^[^/]|/(filelock|fsspec|jinja2|networkx|numpy|opt_einsum|optree|setuptools|sympy|tabulate|tensorboard|torchgen|tqdm|"
+    r"triton|typing_extensions)[/.]"
 )
 # The attribute of a wrapper that has the wrapped function.
 _INSIDE: dict[type, str] = {

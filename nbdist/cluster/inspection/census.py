@@ -266,6 +266,7 @@ class CensusWalk:
         cls: Any = type(value)
         if cls is int or cls is float or cls is bool or cls is str:
             same = value if cls is not str else crc32(value[:1000].encode(errors="replace"))  # the rest takes too long
+            same = "nan" if value != value else (same, same == -1)  # a NaN's hash is its address; -1 has that of -2
             self.digest = hash((self.digest, same))
         if cls is int or cls is float:
             self._object(cls.__sizeof__(value))

@@ -70,6 +70,9 @@ def observe(models: Mapping[str, Any], run: Callable[[], Any], step: str, note: 
             else:
                 part = getattr(tensor, "to_local", tensor.detach)().data  # so that graphs do not see the next copy
                 stack.callback(part.copy_, part.clone())
+        for module in modules.values():  # a forward pass may put another tensor in a buffer's place
+            for own, tensor in module.named_buffers(recurse=False):
+                stack.callback(setattr, module, own, tensor)
         device = next((each.device for each in tensors.values()), torch.device("cpu"))
         stack.callback(restore_random_state, random_state(device), device)
         stack.enter_context(seeded(0, device))

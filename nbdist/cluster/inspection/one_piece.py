@@ -72,6 +72,8 @@ class OnePiece:
         module, own = self.kept.get(what, (None, {}))
         if own is not None and own.keys() != parts.keys():
             return f"{len(parts)} tensors instead of {len(own)}" if own else "the notebook has none"
+        if not parts:
+            return ""
         if own is None or self._step == "kinds":
             return "" if own in (None, parts) else f"{parts['']} instead of {own['']}"
         calls = 1 + list(self.kept).index(what) if what.startswith(("the output", "the value")) else 0

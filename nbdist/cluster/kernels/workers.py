@@ -173,7 +173,7 @@ class Worker:
         ``how`` is the process's exit code, or minus the signal that killed it, or words. ``last_words`` is the
         process's standard error. In the kernel thread.
         """
-        last_words, called = split_off(last_words, time.time())
+        last_words, called = split_off(last_words, None if self.host else time.time())
         lines = lines_that_say_why(last_words, self.stderr.lines())  # the present cell's, if the process has left none
         told: list[str] = []
         if how == -signal.SIGKILL and self.cells and (seen := say_last_seen(self.sightings, time.monotonic())):

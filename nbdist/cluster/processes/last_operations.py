@@ -27,11 +27,12 @@ class LastOperations:
     """The last operations of this process."""
 
     def __init__(self) -> None:
-        self.file = -1  # if the system has no such file, the memory is this process's alone
-        with contextlib.suppress(OSError):
-            self.file = os.memfd_create("nbdist-operations", os.MFD_CLOEXEC)
-            os.ftruncate(self.file, _KEPT * _LETTERS)
-        self._memory = mmap.mmap(self.file, _KEPT * _LETTERS)
+        # If the system, or this build of Python, has no such file, the memory is this process's alone.
+        self.file, self._memory = -1, mmap.mmap(-1, _KEPT * _LETTERS)
+        with contextlib.suppress(AttributeError, OSError):
+            file = os.memfd_create("nbdist-operations", os.MFD_CLOEXEC)
+            os.ftruncate(file, _KEPT * _LETTERS)
+            self._memory, self.file = mmap.mmap(file, _KEPT * _LETTERS), file
         self._memory[:] = b" " * _KEPT * _LETTERS
         self._next, self._resident, self._measured = 0, 0, 0.0
 
@@ -45,15 +46,16 @@ class LastOperations:
         self._next = (self._next + 1) % _KEPT
 
 
-def split_off(log: str, now: float) -> tuple[str, str]:
-    """Return a dead worker's log without its last operations, and a line about these at the time ``now``.
+def split_off(log: str, now: float | None) -> tuple[str, str]:
+    """Return a dead worker's log without its last operations, and a line about these; "" if there are none.
 
-    The line is empty if there are none.
+    ``now`` is the time by the worker's clock; None if it is not known.
     """
     found = sorted((int(at) / 1000, int(memory), text) for at, memory, text in _LINE.findall(log))
     if not found:
         return log.strip(), ""
     at, memory, last = found[-1]
+    when = f", {max(0.0, now - at):.0f} s before" if now is not None else ""
     earlier = list(dict.fromkeys(text for *_, text in reversed(found) if text != last))[:2]
     more = (f", with {size(memory)}" if memory else "") + (f"; before that {', '.join(earlier)}" if earlier else "")
-    return _LINE.sub("", log).strip(), f"{CALLED_LAST}{last}, {max(0.0, now - at):.0f} s before{more}"
+    return _LINE.sub("", log).strip(), f"{CALLED_LAST}{last}{when}{more}"

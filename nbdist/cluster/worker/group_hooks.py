@@ -24,8 +24,9 @@ from nbdist.cluster.whereabouts import say_place
 from nbdist.cluster.worker import gloo
 from nbdist.code_places import BACKWARD, is_users
 from nbdist.thread_frames import thread_frames
-from nbdist.torch_private import process_groups, watch_new_groups
+from nbdist.torch_private import groups_by_name, process_groups, watch_new_groups
 
+_HOOK = 0x6E6264  # the number of our hooks of a group
 _OLDER = 7  # transfers of one kind that are kept, beside the newest
 _SAME_PASS = 0.01  # seconds within which the operations of a backward pass are noted once
 _TEXTS = 1000  # kinds of operations whose texts are kept
@@ -42,6 +43,8 @@ class GroupHooks:
         self.transfers_called = 0
         # By group, of those that have formed since `follow`: by kind, the other's rank, and tag.
         self._transfers: dict[str, dict[object, Transfers]] = {}
+        self._begun: dict[tuple[str, int], tuple[tuple[bool, int, int], Given]] = {}  # those that torch has not issued
+        self._counting = threading.Lock()
         # The id of the frame of the last backward pass, and when one of its operations was noted.
         self._pass, self._pass_noted = 0, 0.0
         # By operation and instruction of the user's: see `_say`; and the user's code.
@@ -58,9 +61,9 @@ class GroupHooks:
         return self._operations.file
 
     def _hook(self, name: str, group: Any) -> None:
-        self._transfers[name] = {}  # an earlier group of this name has been destroyed
-        # Under a number that no other code uses. Not with the group, which holds the hook, and would never end.
-        group.register_pre_hook(0x6E6264, partial(self._before, name))
+        self._transfers[name] = {}  # also to say that there are none; an earlier group of this name has been destroyed
+        # Not with the group, which holds the hook, and would never end.
+        group.register_pre_hook(_HOOK, partial(self._before, name))
 
     def _before(self, group: str, operation: Any) -> None:
         """Note an operation that torch is about to issue."""
@@ -85,13 +88,26 @@ class GroupHooks:
                 kind = self._kinds[key] = (*_say(operation, group, tensors, called), frame and frame.f_code)
             self._operations.note(now, kind[2])
             if kind[0].kind in _TRANSFERS:
+                is_first = not self._transfers[group]
                 # torch's hooks do not know the tag, but the frame of its `isend` or `irecv` does.
                 key = kind[0].kind == "send", kind[1], (called.f_locals.get("tag") if called else 0) or 0
-                before = self._transfers[group].get(key) or Transfers(*key, 0, [])
-                self._transfers[group][key] = Transfers(*key, before.count + 1, [kind[0], *before.newest[:_OLDER]])
-                self.transfers_called += 1
+                self._begun[group, operation.op_id] = key, kind[0]
+                if is_first:  # not before: each operation pays for the hook. It comes too late for this one
+                    groups_by_name()[group].register_post_hook(_HOOK, partial(self._after, group))
+                    self._after(group, operation)
         except Exception:  # never the user's
             return
+
+    def _after(self, group: str, operation: Any) -> None:
+        """Count a transfer that torch has issued: not one that it has refused, such as of a tensor with gaps."""
+        begun = self._begun.pop((group, operation.op_id), None)
+        if begun is not None:
+            key, given = begun
+            with self._counting:  # several threads may send
+                of_group = self._transfers[group]
+                before = of_group.get(key) or Transfers(*key, 0, [])
+                of_group[key] = Transfers(*key, before.count + 1, [given, *before.newest[:_OLDER]])
+                self.transfers_called += 1
 
     def add_transfers(self, histories: Sequence[GroupHistory]) -> list[GroupHistory]:
         """Return the histories of this worker's groups with their sends and receives, as far as these are known."""

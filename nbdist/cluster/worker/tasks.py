@@ -6,7 +6,7 @@ import datetime
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-RUNS_TASKS = True  # for `nbdist.rpc.calls.stopping`
+__nbdist_runs_tasks__ = True  # for `nbdist.rpc.calls.stopping` and `nbdist.views.timeline.wording`
 
 
 def now() -> datetime.datetime:

@@ -9,7 +9,7 @@ from typing import Any
 
 from IPython import get_ipython
 
-RUNS_TASKS = True  # for `nbdist.rpc.calls.stopping` and `nbdist.views.timeline.wording`
+__nbdist_runs_tasks__ = True  # for `nbdist.rpc.calls.stopping` and `nbdist.views.timeline.wording`
 
 
 @dataclass(frozen=True)

@@ -50,7 +50,7 @@ _STOPS_REMEMBERED = 1000  # a Stop may arrive before its call has begun
 _RUNS_USER_CODE = Request.invoke.__code__  # its frame separates the user's frames, inside of it, from the agent's
 _CALLS_MODULES = "nn"  # calls users' modules, and restores everything whatever they raise
 # A global of modules that only call a user's function: KeyboardInterrupt may be raised in them as in the function.
-_RUNS_TASKS = "RUNS_TASKS"
+_RUNS_TASKS = "__nbdist_runs_tasks__"
 
 _Key = tuple[int, int]  # a running call: the caller's incarnation, and the caller's number for the call
 

@@ -32,7 +32,7 @@ class JointPass:
         """Add the share of a worker that begins now; return what it needs to observe the share."""
         self._joined.add(worker)
         self.running.add(worker)
-        return Head(self.id, self.context.id, True, False, False, self.id.number, self.watch.watching)
+        return self._head()
 
     def show(self, plan: Plan) -> None:
         """Add the plan of a share."""
@@ -51,11 +51,19 @@ class JointPass:
         waits_for = {key: count for plan in plans.values() for key, count in plan.waits_for.items()}
         return Backward(Plan(trace, roots, waits_for, [], []))
 
+    def _head(self) -> Head:
+        return Head(self.id, self.context.id, True, False, False, self.id.number, self.watch.watching)
+
     def leave(self, worker: int, error: str, batches: int) -> None:
         """Note that a worker's share has ended, and how; the pass is over when no share runs."""
+        if worker not in self.running:
+            return
         self.running.discard(worker)
-        self._batches[worker] = batches
+        if batches:  # else the share has never begun
+            self._batches[worker] = batches
+        else:
+            self._joined.discard(worker)
         self._error = self._error or error
         if not self.running:
-            head = Head(self.id, self.context.id, True, False, False, self.id.number, self.watch.watching)
+            head = self._head()
             self._observing.tell_over(head, self.context, self._error, self._batches)

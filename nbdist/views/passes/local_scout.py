@@ -14,6 +14,7 @@ from nbdist.autograd.graph.messages import Head
 from nbdist.autograd.graph.numbers import NodeNumbers
 from nbdist.autograd.graph.traces import Plan
 from nbdist.autograd.inspection import plan_local
+from nbdist.autograd.passes.context import Context
 from nbdist.autograd.passes.local_passes import local_passes
 from nbdist.autograd.recorder import Recorder
 from nbdist.views.passes.pace import Pace
@@ -88,13 +89,20 @@ class LocalScout:
 
     def _share(self, number: int, roots: Sequence[GraphEdge]) -> AbstractContextManager[None] | None:
         here = self._recorder
-        with here.contexts.outside():
-            head = self._home.join(here.me, number)
-            context = here.contexts.enter(head.context, head.id.root) if head is not None else None
-            if head is None or context is None:
-                return None
-            context.numbers = NodeNumbers()
-            self._home.show(here.me, number, plan_local(context.numbers, roots))
+        head, context = None, None
+        try:
+            with here.contexts.outside():
+                head = self._home.join(here.me, number)
+                context = here.contexts.enter(head.context, head.id.root) if head is not None else None
+                if context is not None:
+                    context.numbers = NodeNumbers()
+                    self._home.show(here.me, number, plan_local(context.numbers, roots))
+        except BaseException:  # Ctrl-C, too
+            self._give_up(number, context)
+            raise
+        if head is None or context is None:  # refused, or too late: the notebook may have answered after all
+            self._give_up(number, context)
+            return None
 
         def ended(error: str, batches: int) -> None:
             with here.contexts.outside():
@@ -106,8 +114,18 @@ class LocalScout:
                 with here.passes.observing.observed_local(head, context, roots, ended):
                     yield
             finally:
-                context.numbers = NodeNumbers()  # it keeps the nodes of the graph alive
-                if context.maker != here.me:
-                    here.contexts.release(context.id, context.maker)
+                self._forget(context)
 
         return observed()
+
+    def _give_up(self, number: int, context: Context | None) -> None:
+        """Tell the watcher that a share which it may await does not begin."""
+        if context is not None:
+            self._forget(context)
+        with self._recorder.contexts.outside():
+            self._home.leave(self._recorder.me, number, "", 0)
+
+    def _forget(self, context: Context) -> None:
+        context.numbers = NodeNumbers()  # it keeps the nodes of the graph alive
+        if context.maker != self._recorder.me:
+            self._recorder.contexts.release(context.id, context.maker)

@@ -150,7 +150,7 @@ def _replicas(found: Backward) -> Iterator[Remark]:
         worker: tuple((node.number, node.name) for node in nodes) for worker, nodes in found.plan.trace.nodes.items()
     }
     for graph, workers in grouped(graphs, graphs.__getitem__).items():
-        if found.plan.edges or len(workers) < 2:
+        if found.plan.edges or len(workers) < 2:  # the workers of a pass with messages are no replicas
             continue
         for number, _ in graph:
             of_worker = {worker: found.nodes[worker, number].dtype for worker in workers}

@@ -116,9 +116,9 @@ class Watcher:
         self._joint: dict[int, JointPass] = {}  # by number
         self._next_joint = FIRST  # the number of the next local pass that all workers watch
         if given is None:
+            self._scouts = Scouts(self, held=paused)  # first: it waits, and Ctrl-C may end the wait
             self._forget = self._recorder.when_opened(self._on_context, self._decide)
             self._local = LocalScout(self._recorder, self, paused)
-            self._scouts = Scouts(self, held=paused)
 
     @classmethod
     def of(cls, watch: Watch) -> Watcher:
@@ -428,7 +428,10 @@ class Watcher:
             joints = [each for each in self._joint.values() if each.watch is not self._watch]
             known = [(each.backward(self._names()), *each.watch.seen(each.id)) for each in joints]
         made = [(found.after(events, over=True), seen) for found, seen, events, _ in known if seen is not None]
-        return [(f"{_say(found, seen)}, {'failed' if seen.error else 'over'}", found) for found, seen in made]
+        return [
+            (f"{_say(found, seen)}, {'failed' if seen.error else 'over' if seen.over else 'ended'}", found)
+            for found, seen in made
+        ]
 
     def _told(self, found: Backward | None, seen: Pass | None) -> str:
         failed = f": {type(self.error).__name__}: {self.error}" if self.error is not None else ""
@@ -505,7 +508,7 @@ class Watcher:
                 joint = self._joint[number] = JointPass(number, context, watch, observing)
                 self._follow(watch)
             head = joint.join(worker)
-        joint.watch.begin(joint.id, LOCAL)
+            joint.watch.begin(joint.id, LOCAL)  # with the lock: a watch that is closed before would await nothing
         return head
 
     def show(self, worker: int, number: int, plan: Plan) -> None:

@@ -55,11 +55,9 @@ def _tap(undo: ExitStack) -> None:
 
     @functools.wraps(plain)
     def tapped(iterator: Any) -> Any:
-        start = time.monotonic()
-        try:
-            return plain(iterator)
-        finally:
-            trace.emit("data.loaded", start=start)
+        start, batch = time.monotonic(), plain(iterator)
+        trace.emit("data.loaded", start=start)
+        return batch
 
     def put_back() -> None:
         if loader_iterator.__next__ is tapped:  # else somebody has replaced it after us, and calls it

@@ -98,7 +98,7 @@ _OF_NAMED: Mapping[str, str] = {
 
 def _task(function: Any, args: Sequence[Any], *_: Any) -> tuple[str, str]:
     """Return "call" and the name of the user's function that a task runs: ``function``, called with ``args``."""
-    if "RUNS_TASKS" in getattr(function, "__globals__", ()):  # a function of ours, which calls the user's
+    if "__nbdist_runs_tasks__" in getattr(function, "__globals__", ()):  # a function of ours, which calls the user's
         function = args[0]
     return "call", getattr(function, "expression", None) or display_name(function)
 
