@@ -10,7 +10,7 @@ import time
 
 import pytest
 from helpers.processes import workers
-from helpers.waiting import wait_for_error, wait_for_marks
+from helpers.waiting import wait_for_error, wait_for_marks, wait_until
 
 import nbdist
 
@@ -28,14 +28,21 @@ def cluster():
 @pytest.fixture
 def three(cluster):
     """Three living workers in one process group, whatever the test before did."""
+    while _killed:  # their cells may have failed before the notebook has heard of it
+        wait_until(lambda: _killed[-1].lost, "the news of a death")
+        _killed.pop()
     if any(worker.lost for worker in cluster.workers):
         cluster.restart(process_group=True)
         cluster.execute("import os, time; from datetime import timedelta")
     return cluster
 
 
+_killed = []
+
+
 def kill(cluster, name="worker2"):
-    os.kill(cluster.find(name).pid, signal.SIGKILL)
+    _killed.append(cluster.find(name))
+    os.kill(_killed[-1].pid, signal.SIGKILL)
 
 
 def expect_lost(error):
