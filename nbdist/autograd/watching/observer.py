@@ -179,11 +179,8 @@ class Observer:
             self._changed.notify_all()
 
     def stop(self) -> None:
-        """Make a halted thread, and each that is about to halt later, raise `Stopped`: the pass has been given up.
-
-        A local pass outlives its context, and goes on without halts.
-        """
-        if self.is_local:
+        """Make a halted thread, and each that is about to halt later, raise `Stopped`: the pass has been given up."""
+        if self.is_local:  # it outlives its context
             return self.leave()
         with self._changed:
             self._stopped = True

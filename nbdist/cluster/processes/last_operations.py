@@ -47,10 +47,7 @@ class LastOperations:
 
 
 def split_off(log: str, now: float | None) -> tuple[str, str]:
-    """Return a dead worker's log without its last operations, and a line about these; "" if there are none.
-
-    ``now`` is the time by the worker's clock; None if it is not known.
-    """
+    """Return a dead worker's log without its last operations, and a line about these; ``now`` is by its clock."""
     found = sorted((int(at) / 1000, int(memory), text) for at, memory, text in _LINE.findall(log))
     if not found:
         return log.strip(), ""
