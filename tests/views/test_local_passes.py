@@ -3,7 +3,6 @@
 import os
 import signal
 import threading
-import time
 
 import pytest
 import torch
@@ -219,7 +218,7 @@ def test_the_death_of_a_worker_ends_its_share(cluster):
         )
         wait_until(lambda: watcher.backward is not None and len(watcher.backward.plan.workers) == 3, "all workers")
         os.kill(next(worker.pid for worker in cluster.workers if worker.name == "worker2"), signal.SIGKILL)
-        time.sleep(0.5)
+        wait_until(lambda: any(worker.lost for worker in cluster.workers), "the news of its death")
         watcher.run()
         wait_for_error(cell)
         wait_until(lambda: watcher.state in ("failed", "over"), "the end")

@@ -324,10 +324,6 @@ def _watch(census: Census, values: list[_Value]) -> list[int]:
 
 
 def _memory(agent: Agent, census: Census, rows: list[Variable]) -> WorkerMemory:
-    """Return the memory that this worker uses: the amounts of the census, and the system's count.
-
-    ``rows`` describes its variables.
-    """
     usage, regions = process_memory.measure()
     started_with, amounts = process_memory.started_with(), census.amounts(regions)
     return WorkerMemory(agent.me.name, agent.me.incarnation, usage, started_with, amounts, rows, gpu_memory())

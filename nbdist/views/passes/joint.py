@@ -22,7 +22,6 @@ class JointPass:
         self.id = PassId(context.maker, number)
         self._observing = observing
         self._plans: dict[str, Plan] = {}  # by the worker's name
-        self._joined: set[int] = set()
         self.running: set[int] = set()
         """The workers on which it runs, by incarnation."""
         self._batches: dict[int, int] = {}  # by worker: those that the watch must await
@@ -30,7 +29,6 @@ class JointPass:
 
     def join(self, worker: int) -> Head:
         """Add the share of a worker that begins now; return what it needs to observe the share."""
-        self._joined.add(worker)
         self.running.add(worker)
         return self._head()
 
@@ -41,7 +39,7 @@ class JointPass:
     @property
     def lacks_plans(self) -> bool:
         """True if the plan of a share has not come yet."""
-        return len(self._plans) < len(self._joined)
+        return len(self._plans) < len(self.running | self._batches.keys())
 
     def backward(self, order: list[str]) -> Backward:
         """Return the plan of all shares, with the workers in this order."""
@@ -61,8 +59,6 @@ class JointPass:
         self.running.discard(worker)
         if batches:  # else the share has never begun
             self._batches[worker] = batches
-        else:
-            self._joined.discard(worker)
         self._error = self._error or error
         if not self.running:
             head = self._head()

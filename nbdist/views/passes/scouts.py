@@ -12,9 +12,9 @@
     hold       ---- `hold` ---------------->  pause every pass before its first node, or stop that
     call_back  ---- `end` ----------------->  drops the `Scout`
 
-Scouts and each Scout have the same key, in a name that their agents have published (`nbdist.rpc.named`). A worker waits
-for the answers, because the watcher must see and pause a pass from its first node on. So a watched context costs two
-calls and a plan, and every other context costs only a comparison of times.
+Scouts, their watcher and each Scout have the same key, in a name that their agents have published (`nbdist.rpc.named`).
+A worker waits for the answers, because the watcher must see and pause a pass from its first node on. So a watched
+context costs two calls and a plan, and every other context costs only a comparison of times.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ from nbdist.autograd.passes.context import Context
 from nbdist.errors import NbdistError
 from nbdist.rpc.api import current_agent
 from nbdist.rpc.asking import WorkerAnswers, ask_each
+from nbdist.rpc.named import NamedObject
 from nbdist.views.passes.local_scout import LocalHome, LocalScout
 from nbdist.views.passes.pace import Pace
 from nbdist.wire.messages import Record
@@ -73,7 +74,8 @@ class Scouts:
         self._contexts = api.recorder().contexts
         self._home = weakref.ref(home)
         self._key = f"{self._agent.me.incarnation}.{next(_numbers)}"
-        self._agent.named.publish(f"watcher {self._key}", self, "ask", "show_plan", "join", "show", "leave", "is_due")
+        self._agent.named.publish(f"watcher {self._key}", self, "ask", "show_plan")
+        self._agent.named.publish(f"passes {self._key}", home, "join", "show", "leave", "is_due")
         self._called_back = False
         self._including = threading.Lock()  # held while `_workers` gets its records
         self._held = held
@@ -144,26 +146,6 @@ class Scouts:
         if (home := self._home()) is not None and not self._called_back:
             home.plan(context_id, root, plan)
 
-    def join(self, worker: int, number: int) -> Head | None:
-        """See `LocalHome`. Returns None also if the watcher is gone."""
-        home = self._home()
-        return home.join(worker, number) if home is not None and not self._called_back else None
-
-    def show(self, worker: int, number: int, plan: Plan) -> None:
-        """See `LocalHome`."""
-        if (home := self._home()) is not None:
-            home.show(worker, number, plan)
-
-    def leave(self, worker: int, number: int, error: str, batches: int) -> None:
-        """See `LocalHome`."""
-        if (home := self._home()) is not None:
-            home.leave(worker, number, error, batches)
-
-    def is_due(self, number: int) -> None:
-        """See `LocalHome`."""
-        if (home := self._home()) is not None:
-            home.is_due(number)
-
 
 def _on_joined(known: weakref.ref[Scouts], record: Record) -> None:
     scouts: Scouts | None = known()
@@ -193,6 +175,7 @@ class Scout:
         self._agent = current_agent()
         self._recorder = api.recorder()
         self._home = self._agent.at(home.name, f"watcher {key}")
+        self._passes = self._agent.at(home.name, f"passes {key}")  # the watcher itself
         self._local = LocalScout(self._recorder, self, held)
         self._pace = Pace()
         self._opened = 0
@@ -216,20 +199,20 @@ class Scout:
 
     def join(self, worker: int, number: int) -> Head | None:
         """Ask the notebook whether to watch the local pass that begins, and return its answer."""
-        head: Head | None = self._call("join", worker, number)
+        head: Head | None = self._call("join", worker, number, of=self._passes)
         return head
 
     def show(self, worker: int, number: int, plan: Plan) -> None:
         """Send the notebook the plan of the local pass, which does not wait for it."""
-        self._home.cast("show", worker, number, plan)
+        self._passes.cast("show", worker, number, plan)
 
     def leave(self, worker: int, number: int, error: str, batches: int) -> None:
         """Tell the notebook that a local pass has ended here."""
-        self._home.cast("leave", worker, number, error, batches)
+        self._passes.cast("leave", worker, number, error, batches)
 
     def is_due(self, number: int) -> None:
         """Have the notebook tell all workers to watch a later local pass."""
-        self._home.cast("is_due", number)
+        self._passes.cast("is_due", number)
 
     def end(self) -> None:
         """Report no more contexts; doing this twice is harmless."""
@@ -278,10 +261,10 @@ class Scout:
         with self._recorder.contexts.outside():
             self._call("show_plan", context_id, self._recorder.me, plan)
 
-    def _call(self, method: str, *arguments: Any) -> Any:
-        """Call a method of the notebook's `Scouts`, and return its result; None if the notebook cannot be asked."""
+    def _call(self, method: str, *arguments: Any, of: NamedObject | None = None) -> Any:
+        """Call a method of the notebook's `Scouts`, or ``of`` another object; None if the notebook cannot be asked."""
         try:
-            return self._home.ask(method, *arguments, timeout=_ANSWER_SECONDS)
+            return (of or self._home).ask(method, *arguments, timeout=_ANSWER_SECONDS)
         except (NbdistError, RuntimeError) as error:  # a view must not fail the user's step
             _log.info("a backward pass is not watched, because the notebook could not be asked: %s", error)
             return None

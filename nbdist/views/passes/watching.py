@@ -536,7 +536,7 @@ class Watcher:
     def is_due(self, number: int) -> None:
         """Have all workers watch their local pass ``number``, unless they will watch an earlier one."""
         with self._changed:
-            if number <= self._next_joint + 1 or self._scouts is None or self._local is None or self.under_way:
+            if self.ended or number <= self._next_joint + 1 or not (self._scouts and self._local) or self.under_way:
                 return
             self._next_joint = number
         self._local.watch(number)
