@@ -81,7 +81,7 @@ def test_the_last_operations_stand_in_the_memory_that_survives():
     crash = f"{PYTHON}{GLOO}"
     rest, said = split_off(f"{crash}{left}", 1021.4)  # as the zygote appends it
     assert rest == crash.strip()
-    assert re.fullmatch(rf"it called last: x+, 0 s before, with \d+ MB; before that {EARLIER}", said), said
+    assert re.fullmatch(rf"it called last: x+, 0 s before, with [\d.]+ [MG]B; before that {EARLIER}", said), said
     assert split_off("all is well\n", 0.0) == ("all is well", "")
     assert split_off("\n@nbdist-operation 3000 0 barrier (In[7]:12)  ", 5.0)[1] == (
         "it called last: barrier (In[7]:12), 2 s before"
@@ -164,7 +164,7 @@ else:
 dist.barrier()"""
     cell = notebook.run(f"%%remote\n{code}", check=False)
     told = (
-        rf"it called last: recv float32\[3\] \({re.escape(cell.name)}:6\) from rank 0, \d+ s before, with \d+ MB; "
+        rf"it called last: recv float32\[3\] \({re.escape(cell.name)}:6\) from rank 0, \d+ s before, with [\d.]+ [MG]B; "
         rf"before that broadcast float32\[2, 5\] \({re.escape(cell.name)}:5\)"
     )
     assert re.search(told, "\n".join(cell.error["traceback"])), cell.error
