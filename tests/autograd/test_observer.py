@@ -3,6 +3,7 @@
 import threading
 
 import pytest
+import torch
 from helpers.waiting import wait_until
 
 from nbdist.autograd.graph.messages import Control, Watching
@@ -61,3 +62,17 @@ def test_its_end(end):
     halted.thread.join(10)
     assert not halted.thread.is_alive()
     assert halted.stopped == (end == "stop")
+
+
+@pytest.mark.parametrize(("later", "told"), [(Control(8, True), ["nan"]), (Control(8), [])])
+def test_a_nan_of_a_node_that_began_before_the_pause_is_told(later, told):
+    happened = []
+    first = Control(7, until="nan")
+    observer = Observer(
+        "worker0", NodeNumbers(), Watching(1, 1, False, first), lambda *batch: happened.extend(batch[1])
+    )
+    observer.come_to(3, "Mul", [torch.ones(2)], sends=False)
+    observer.steer(later, 0)  # another worker has found a NaN, or the user resumes
+    observer.made(3, "Mul", [torch.tensor(torch.nan)], [torch.ones(2)])
+    observer.flush()
+    assert [each.what for each in happened if each.what == "nan"] == told

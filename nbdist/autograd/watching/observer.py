@@ -83,6 +83,8 @@ class Observer:
         self._control = watching.control
         self._send = send
         self.explain = explain
+        # ``run(until="nan")`` was ended by a pause, as when another worker found a NaN: nodes may run that began in it.
+        self._looked = False
         self._found = False  # a NaN or Inf has been noted; a pass that does not halt for it notes the first one only
         # The happenings that are not sent yet. Any thread may append; `_sending` is held to take something out.
         self._seen: deque[Happening] = deque()
@@ -168,7 +170,7 @@ class Observer:
         """Take the watcher's newer order on where to halt, if one is given, and end the halts up to number ``over``."""
         with self._changed:
             if control is not None and control.version > self._control.version:  # else a newer one has overtaken it
-                self._control = control
+                self._replace(control)
             self._over = max(self._over, over)
             self._changed.notify_all()
 
@@ -248,7 +250,7 @@ class Observer:
     @property
     def looks(self) -> bool:
         """True if a NaN or Inf is looked for: always in ``run(until="nan")``, with norms until the first is found."""
-        return self._control.until == "nan" or (self._norms and not self._found)
+        return self._control.until == "nan" or self._looked or (self._norms and not self._found)
 
     def _check(
         self, number: int, name: str, gradients: Gradients, given: Gradients = (), explain: Explain | None = None
@@ -279,7 +281,11 @@ class Observer:
         """Halt before every node from now on, until the watcher sends a newer control."""
         with self._changed:
             if self._control is control:  # else a newer one has arrived
-                self._control = control._replace(paused=True, until="")
+                self._replace(control._replace(paused=True, until=""))
+
+    def _replace(self, control: Control) -> None:
+        self._looked = control.paused and (self._looked or self._control.until == "nan")
+        self._control = control
 
     def _halt(self, number: int, name: str, known: dict[str, Any], *, sends: bool) -> None:
         """Wait before a node until the watcher ends the halt, or a newer control does not halt here.
