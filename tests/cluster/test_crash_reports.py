@@ -164,7 +164,8 @@ else:
 dist.barrier()"""
     cell = notebook.run(f"%%remote\n{code}", check=False)
     told = (
-        rf"it called last: recv float32\[3\] \({re.escape(cell.name)}:6\) from rank 0, \d+ s before, with [\d.]+ [MG]B; "
+        rf"it called last: recv float32\[3\] \({re.escape(cell.name)}:6\) from rank 0, "
+        r"\d+ s before, with [\d.]+ [MG]B; "
         rf"before that broadcast float32\[2, 5\] \({re.escape(cell.name)}:5\)"
     )
     assert re.search(told, "\n".join(cell.error["traceback"])), cell.error
