@@ -259,12 +259,12 @@ def _note_made(results: Any) -> None:
 def _apply_and_note(function: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
     """Apply a user's Function as torch does, and note the line of the call on its node if this thread notes lines."""
     __tracebackhide__ = True
-    apply, noting = _plain_apply.__func__, _thread.noting
+    apply, noting = _plain_apply.__get__(None, function), _thread.noting
     if noting is None or noting.is_over or torch.compiler.is_compiling() or not noting.is_wanted():
-        return apply(function, *args, **kwargs)
+        return apply(*args, **kwargs)
     with no_torch_function():  # else the mode takes each look at a tensor for an operation
         _note_older(args, kwargs)
-    result = apply(function, *args, **kwargs)
+    result = apply(*args, **kwargs)
     with no_torch_function():
         _note_made((result, *args[:1]))
     return result
