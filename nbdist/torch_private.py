@@ -95,6 +95,8 @@ ATTRIBUTES: dict[str, tuple[str, str]] = {
     "_class_reducer_dict": ("the pickler of torch's RPC", "compat.install() fails with AttributeError"),
     "_device_types": ("a process group", "a worker leaves no collective, and forms no group anew"),
     "_get_backend": ("a process group", "a worker leaves no collective, and forms no group anew"),
+    "_timeout": ("the options of a backend", "a process group's time limit runs out while a backward pass is held"),
+    "_set_default_timeout": ("a backend", "a process group's time limit runs out while a backward pass is held"),
     "_module_fqn": ("a group of parameters of FSDP2", "the line of a waiting cell does not name the module"),
     "_is_initialized": ("a backend of NCCL", "an interrupt in gloo's collectives aborts NCCL's of the group, too"),
     "_set_unwrap_func": ("a torch.futures.Future", "torch.futures.wait_all does not raise the errors of calls"),

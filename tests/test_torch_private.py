@@ -185,6 +185,8 @@ def objects():
         "a module": [torch.nn.Linear(1, 1)],
         "a state of a module": [torch.nn.Linear(1, 1).state_dict()],
         "a process group": [torch.distributed.ProcessGroup],
+        "a backend": [torch.distributed.ProcessGroupGloo],
+        "the options of a backend": [torch.distributed.ProcessGroupGloo._Options],
         "a backend of NCCL": [getattr(torch.distributed, "ProcessGroupNCCL", SimpleNamespace(_is_initialized=None))],
         "a group of parameters of FSDP2": [SimpleNamespace(**dict.fromkeys(FSDPParamGroup.__init__.__code__.co_names))],
         "a torch.futures.Future": [torch.futures.Future()],

@@ -1,9 +1,10 @@
 """Watches backward passes: shows, halts and steps them, and finds out where a NaN came from.
 
-============  ======================================================================
-`freezing`    stops the clocks of calls while a pass is paused
-`watcher`     what the user calls: pause, step, read
-`observer`    sees one worker's part of a pass
-`node_hooks`  the hooks by which an observer sees the nodes that torch's engine runs
-============  ======================================================================
+==============  ======================================================================
+`group_limits`  stops the time limits of process groups meanwhile
+`freezing`      stops the clocks of calls while a pass is paused
+`watcher`       what the user calls: pause, step, read
+`observer`      sees one worker's part of a pass
+`node_hooks`    the hooks by which an observer sees the nodes that torch's engine runs
+==============  ======================================================================
 """

@@ -6,6 +6,7 @@ import threading
 
 from nbdist.autograd.graph.messages import Freeze
 from nbdist.autograd.graph.transport import Transport
+from nbdist.autograd.watching.group_limits import GROUP_LIMITS
 from nbdist.rpc.agent import Agent
 from nbdist.wire.messages import Record
 
@@ -48,11 +49,16 @@ class Freezing:
         self._newest[sender] = message.number
         if message.frozen:
             self._agent.freeze(sender)
+            GROUP_LIMITS.hold((id(self), sender), True)
         # A sender that has just joined may not be known yet.
         if not message.frozen or self._agent.membership.is_gone(sender):
-            self._agent.thaw(sender)
+            self._thaw(sender)
 
     def on_lost(self, worker: int) -> None:
         """Let the clocks run that a lost worker has stopped."""
         self._newest.pop(worker, None)
-        self._agent.thaw(worker)
+        self._thaw(worker)
+
+    def _thaw(self, who: int) -> None:
+        self._agent.thaw(who)
+        GROUP_LIMITS.hold((id(self), who), False)

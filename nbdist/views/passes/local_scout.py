@@ -17,6 +17,7 @@ from nbdist.autograd.inspection import plan_local
 from nbdist.autograd.passes.context import Context
 from nbdist.autograd.passes.local_passes import local_passes
 from nbdist.autograd.recorder import Recorder
+from nbdist.autograd.watching.group_limits import GROUP_LIMITS
 from nbdist.views.passes.pace import Pace
 
 FIRST = 3
@@ -48,16 +49,25 @@ class LocalScout:
     """
 
     def __init__(self, recorder: Recorder, home: LocalHome, held: bool) -> None:
-        self.held = held
-        """True while every pass is watched, because it must pause. The owner sets it."""
         self._recorder = recorder
         self._home = home
         self._pace = Pace()
         self._count = 0
         self._next = FIRST  # the number of the next pass to watch, or of one of the first
         self._lock = threading.Lock()
-        self.end = local_passes.follow(self._look, self._wants_lines)
-        """Ends the work."""
+        self._forget_passes = local_passes.follow(self._look, self._wants_lines)
+        self.hold(held)
+
+    def hold(self, held: bool) -> None:
+        """Watch every pass, because it must pause, or stop that."""
+        self._held = held
+        # Before a pass begins: another worker may wait for this one already.
+        GROUP_LIMITS.hold(id(self), held)
+
+    def end(self) -> None:
+        """End the work; a second call does nothing."""
+        self._forget_passes()
+        self.hold(False)
 
     def watch(self, number: int) -> None:
         """Watch the pass with this number, too."""
@@ -67,7 +77,7 @@ class LocalScout:
         return self._is_watched(self._count + 1)
 
     def _is_watched(self, number: int) -> bool:
-        return self.held or number == self._next or number <= FIRST
+        return self._held or number == self._next or number <= FIRST
 
     def _look(self, roots: Sequence[GraphEdge]) -> AbstractContextManager[None] | None:
         if api.recorder() is not self._recorder:  # in a process of several agents: the thread is another one's

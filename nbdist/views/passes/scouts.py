@@ -189,7 +189,7 @@ class Scout:
         """Pause every pass before its first node, or stop that. The call with the last version counts."""
         if version > self._told:  # otherwise a later call has overtaken this one
             self._told, self._held = version, held
-            self._local.held = held
+            self._local.hold(held)
 
     def watch(self, number: int) -> None:
         """Watch the local pass with this number, too."""

@@ -340,8 +340,8 @@ class Watcher:
     def _tell_scouts(self) -> None:
         """Tell other workers whether to pause the passes of contexts that they open later. Does not wait for them."""
         if self._scouts is not None and self._local is not None and not self.ended:
-            self._local.held = self._must_halt()
-            self._scouts.hold(self._local.held)
+            self._local.hold(self._must_halt())
+            self._scouts.hold(self._must_halt())
 
     def _open(self) -> Watch | None:
         """Return the watch of the pass under way or the last one; None if there is none, or the watch is closed."""
