@@ -3,6 +3,7 @@
 import os
 import signal
 import threading
+import time
 
 import pytest
 import torch
@@ -10,8 +11,12 @@ from helpers.waiting import wait_for_error, wait_until
 
 import nbdist
 from nbdist.autograd.graph.noting import noted
+from nbdist.torch_private import torch_version
 from nbdist.views.passes import report
 from nbdist.views.passes.watching import Watcher
+
+HAS_HOOKS = torch_version() >= (2, 14)
+needs_hooks = pytest.mark.skipif(not HAS_HOOKS, reason="torch calls no hooks")
 
 MODELS = """
 import threading, time, torch
@@ -208,6 +213,105 @@ def test_a_node_of_an_earlier_cell(cluster):
     lines = {node.name: (node.module, node.line) for node in watcher.backward.nodes.values()}
     assert lines["AddmmBackward0"] == ("Linear", "made before this cell")
     assert lines["MulBackward0"][1].endswith("(y * 2).sum().backward()")
+
+
+def begin_paused(cluster, code):
+    """Begin a cell in a paused watch; return the watcher and the cell, when all workers have begun their pass."""
+    watcher = Watcher(paused=True)
+    cell = cluster.execute(code, block=False)
+    wait_until(lambda: watcher.backward is not None and len(watcher.backward.plan.workers) == 3, "all workers")
+    return watcher, cell
+
+
+@needs_hooks
+@pytest.mark.parametrize(
+    ("model", "collectives"),
+    [
+        ("ddp", ["all_reduce float32[108] ({0}:5), default group, for the gradients of last.bias to first.weight"]),
+        (
+            "sharded",
+            [
+                "all_gather float32[18] ({0}:5), default group, for module last",
+                "all_gather float32[27] ({0}:5), default group, for module first",
+                "reduce_scatter float32[54] ({0}:5), default group, for module last",
+                "reduce_scatter float32[81] ({0}:5), default group, for module first",
+            ],
+        ),
+    ],
+)
+def test_a_paused_pass_stops_before_each_collective_on_all_workers(cluster, model, collectives):
+    cluster.execute(STEP.format(model) + "expected = gradients(model)")
+    watcher, cell = begin_paused(cluster, STEP.format(model) + "seen = gradients(model)")
+    said, issued = set(), []
+    with watcher:
+        while ran := watcher.step():
+            said |= set(watcher.told().split("; "))
+            if together := {event.name for event in ran if event.what == "issued"}:
+                assert {event.worker for event in ran} == {"worker0", "worker1", "worker2"}
+                issued += together
+        assert wait_for_error(cell) is None
+    assert issued == [each.format(f"In[{cell.number}]") for each in collectives]
+    assert {f"worker0-2 are held before {each}" for each in issued} & said
+    assert all(cluster.evaluate("all(map(torch.allclose, expected, seen))"))  # DDP adds in another order at first
+
+
+SUM = """
+class Sum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x): return x * 1
+    @staticmethod
+    def backward(ctx, g):
+        dist.all_reduce(g := g.clone())
+        return g
+def add():
+    w = torch.ones(3, requires_grad=True)
+    Sum.apply(w).sum().backward()
+    return w.grad.tolist()
+"""
+
+
+@needs_hooks
+@pytest.mark.parametrize("end", ["interrupt", "run", "close"])
+def test_a_halt_before_a_collective_ends(cluster, end):
+    cluster.execute(SUM)
+    watcher, cell = begin_paused(cluster, "added = add()")
+    with watcher:
+        wait_until(lambda: watcher.step() and "worker0-2 are held before all_reduce float32[3]" in watcher.told())
+        if end == "interrupt":
+            cluster.interrupt()
+            assert "KeyboardInterrupt" in repr(wait_for_error(cell))
+        elif end == "run":
+            watcher.run()
+    if end != "interrupt":
+        assert wait_for_error(cell) is None
+    assert cluster.evaluate("add()") == [[3.0] * 3] * 3  # nothing holds it
+
+
+@pytest.mark.skipif(HAS_HOOKS, reason="torch calls hooks")
+def test_an_older_torch_does_not_stop_before_collectives_and_the_view_says_so(cluster):
+    cluster.execute(SUM)
+    watcher, cell = begin_paused(cluster, "add()")
+    with watcher:
+        assert watcher.told().count(f"torch {torch.__version__} cannot stop it before collectives") == 1
+        watcher.run()
+        assert wait_for_error(cell) is None
+    assert "cannot" not in watcher.told()
+
+
+def test_who_waits_for_whom_is_told_and_no_limit_runs_out_while_a_pass_is_held(cluster):
+    limits = "dist.group.WORLD._get_backend(torch.device('cpu')).options._timeout.total_seconds()"
+    cluster.execute("import datetime\ndist.init_process_group(timeout=datetime.timedelta(seconds=2))")
+    watcher, cell = begin_paused(cluster, STEP.format("ddp"))
+    with watcher:
+        while watcher.step(worker="worker1"):
+            pass
+        assert (
+            "; worker1 waits for worker0,2, which are held before MeanBackward0: worker0,2 have not come to all_reduce"
+        ) in watcher.told()
+        time.sleep(4)
+        watcher.run()
+        assert wait_for_error(cell) is None
+    wait_until(lambda: cluster.evaluate(limits), equals=[2.0] * 3)
 
 
 def test_the_death_of_a_worker_ends_its_share(cluster):

@@ -39,7 +39,9 @@ class Event(msgspec.Struct, frozen=True, gc=False):  # a struct, and no work for
     ``failed``
         A node has raised an error, which ends the pass.
     ``halted``
-        The pass is halted before a node.
+        The pass is halted before a node, or, without a node, before the collective ``name``.
+    ``issued``
+        A collective goes on, before which the pass was halted.
     ``nan``
         A node was given a NaN or Inf, or has made one. It is reported if `Watch.run` looks for it, and in a watch with
         norms for the first one on each worker.
@@ -90,7 +92,7 @@ class Event(msgspec.Struct, frozen=True, gc=False):  # a struct, and no work for
 
 def _words_for_node(worker: str, name: str, node: int | None) -> str:
     short = name.rsplit("::", 1)[-1].removesuffix("Backward0").removesuffix("Backward")
-    return f"{short}@{worker} (node {node})"
+    return f"{short}@{worker}" + (f" (node {node})" if node is not None else "")
 
 
 @dataclass
@@ -103,7 +105,7 @@ class Share:
     halt: int = 0  # the number of the worker's last halt that the watch knows
     gone: int = 0  # the number of the last halt that the watch has ended
     at: Event | None = None  # the node before which the worker is halted now
-    # The worker's "done" events, as they arrived: `Watch.passes` may sort `Pass.events` by time meanwhile.
+    # The worker's "done" and "issued" events, as they arrived: `Watch.passes` may sort `Pass.events` by time meanwhile.
     done: list[Event] = field(default_factory=list)
     resting: bool = True  # nothing can run on the worker before another message comes
 

@@ -7,7 +7,7 @@ at once, and a GPU already computes while most of the nodes get their hooks.
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import msgspec
@@ -20,8 +20,9 @@ from nbdist.autograd.graph.saved import Saved, saved_by
 from nbdist.autograd.watching.observer import Observer, Stopped
 from nbdist.gpus import spans
 from nbdist.gpus.spans import GpuSpan
-from nbdist.torch_private import graph_task
+from nbdist.torch_private import graph_task, keep_in_thread, take_from_thread, thread_has, thread_value
 
+_KEY = "nbdist.autograd.local_call"  # of a thread's observed local pass, among the values of torch's threads
 _CHECKED_AFTERWARDS = "returned an invalid gradient"  # in torch's error
 
 
@@ -53,6 +54,8 @@ class CallHooks:
                     self._set_on(node, number)
                 else:
                     self.reach(node)  # a gate, which is not observed
+            if self.part is None:
+                keep_in_thread(_KEY, self)
         except BaseException:  # Ctrl-C: without this the hooks would stay on the user's graph
             self.__exit__(None, None, None)
             raise
@@ -61,6 +64,8 @@ class CallHooks:
         # First: if a node on one device fails, the call ends, but the engine's thread for another device may still run
         # a node, and set hooks behind it.
         self._is_over = True
+        if thread_has(_KEY) and thread_value(_KEY) is self:
+            take_from_thread(_KEY)
         self._left = {}
         self._remove()
         # Between two nodes torch checks what the first has returned, and calls the hooks of tensors.
@@ -99,6 +104,16 @@ class CallHooks:
         handles, self._handles = self._handles, []
         for handle in handles:
             handle.remove()
+
+
+def come_to_collective(say: Callable[[], str]) -> None:
+    """Halt before a collective, in words, that the calling thread is about to issue, if in a local pass that pauses."""
+    call: CallHooks | None = thread_value(_KEY) if thread_has(_KEY) else None
+    if call is not None and call.observer.is_paused:
+        began = time.perf_counter()
+        call.observer.come_to_collective(say())
+        if call.last is not None:  # the node that calls it does not run meanwhile
+            call.last.began += time.perf_counter() - began
 
 
 class _NodeHooks(msgspec.Struct, eq=False):

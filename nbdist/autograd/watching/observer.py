@@ -210,7 +210,19 @@ class Observer:
             self._halt(number, name, known, sends=sends)
         self.note("running", node=number, name=name, **known)
 
-    def _halts_before(self, control: Control, number: int, *, sends: bool) -> bool:
+    @property
+    def is_paused(self) -> bool:
+        """True if the pass halts before every node."""
+        return self._control.paused
+
+    def come_to_collective(self, name: str) -> None:
+        """Halt before a collective, in words, if the pass halts before every node."""
+        if self.is_paused:
+            self._halt(None, name, {}, sends=False)
+            self.note("issued", name=name)
+            self.flush()
+
+    def _halts_before(self, control: Control, number: int | None, *, sends: bool) -> bool:
         return (
             control.paused
             or (control.until == "message" and sends)
@@ -238,7 +250,7 @@ class Observer:
         self._add(Happening(now, "done", number, name, seconds=seconds))
         if self.looks:
             self._check(number, name, new, given, explain)
-        if self._control.paused:  # a user who steps waits for this
+        if self.is_paused:  # a user who steps waits for this
             self.flush()
 
     def made(self, number: int, name: str, new: Gradients, given: Gradients) -> None:
@@ -287,8 +299,8 @@ class Observer:
         self._looked = control.paused and (self._looked or self._control.until == "nan")
         self._control = control
 
-    def _halt(self, number: int, name: str, known: dict[str, Any], *, sends: bool) -> None:
-        """Wait before a node until the watcher ends the halt, or a newer control does not halt here.
+    def _halt(self, number: int | None, name: str, known: dict[str, Any], *, sends: bool) -> None:
+        """Wait before a node or collective until the watcher ends the halt, or a newer control does not halt here.
 
         ``known`` has the measured norm and histogram. Raises Stopped if the pass was given up.
         """

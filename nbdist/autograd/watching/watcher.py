@@ -108,6 +108,8 @@ class Watch:
         """Called after something was seen, by any thread; it must not block."""
         self.view: Any = None
         """The view that draws this watch, if any."""
+        # The workers that have seemed to wait in a node for others since the last step of a local pass.
+        self.inside = set[str]()
 
     # -- looking ------------------------------------------------------------------------------
 
@@ -151,7 +153,10 @@ class Watch:
         lines = [f"<Watch of context {self.context_id}, {how}>"]
         with self._changed:
             lines += [f"  {seen!r}" for seen in self._passes.values()]
-        lines += [f"  {event.worker} is halted before {event.name} (node {event.node})" for event in self.halted]
+        lines += [
+            f"  {event.worker} is halted before {event.name}{f' (node {event.node})' if event.key else ''}"
+            for event in self.halted
+        ]
         return "\n".join(lines)
 
     def seen(self, id: PassId) -> tuple[Pass | None, list[Event], list[Event]]:
@@ -250,10 +255,11 @@ class Watch:
             worker: The name of the only worker to step; None means any.
 
         Returns:
-            One ``done`` event for each node that ran. There are fewer if the passes end before, if the worker can run
-            nothing until other workers have sent it gradients or have come to its collective, or if the watch is closed
-            meanwhile; none if no pass is under way, or no worker has that name. An error of a node is no error here: it
-            ends the pass.
+            One ``done`` event for each node that ran; of a local pass, also a ``halted`` event for each collective to
+            which a node has come, and an ``issued`` event for each that went on. There are fewer if the passes end
+            before, if the worker can run nothing until other workers have sent it gradients or have come to its
+            collective, or if the watch is closed meanwhile; none if no pass is under way, or no worker has that name.
+            An error of a node is no error here: it ends the pass.
 
         Raises:
             UsageError: The watch is closed.
@@ -274,9 +280,13 @@ class Watch:
                     steps += len(found)
                 elif self.closed or not self._may_go_on(worker):
                     break
-                else:
-                    self._changed.wait()
+                elif not self._changed.wait(_WAITS_INSIDE_AFTER) and worker is not None and self._holds_in_local_pass():
+                    self.inside.add(worker)
+                    break
         return ran
+
+    def _holds_in_local_pass(self) -> bool:
+        return any(self._passes[id].mode == LOCAL for _, id, _ in self._halts())
 
     def _may_go_on(self, name: str | None) -> bool:
         """Return whether `step` should wait, as a pass may still halt, on that worker if named. The lock is held."""
@@ -308,7 +318,7 @@ class Watch:
             self._changed.wait()
 
     def _let_all_go(self, id: PassId, name: str | None) -> list[Event]:
-        """Let each worker of a local pass, or the one of that name, run one node; return their ``done`` events.
+        """Let each worker of a local pass, or the one of that name, run one node; return the events as `step` does.
 
         Returns earlier if those that have not ended their node seem to wait in it for others. The lock is held, and
         released while waiting.
@@ -316,21 +326,31 @@ class Watch:
         seen = self._passes[id]
         gone: dict[int, tuple[int | None, int]] = {}  # by worker: its node, and how many it had run before
         is_news = True
+        self.inside.clear()
         while True:
             alive = {on: each for on, each in seen.shares.items() if on in gone or not (each.resting and each.done)}
             shares = {on: each for on, each in alive.items() if name in (None, self._transport.name_of(on))}
-            for number, share in shares.items():
-                if share.at is not None and number not in gone:
-                    gone[number] = share.at.node, len(share.done)
-                    share.gone, share.at = share.halt, None
-                    self._transport.tell(number, messages.Go(id, self.context_id, share.halt))
-            ran = []
+            halted = {on: share.at for on, share in shares.items() if share.at is not None and on not in gone}
+            go = [on for on, at in halted.items() if at.node is not None]
+            # To collectives they go together, when all have come to one, or the rest seem to wait in their nodes.
+            if not (go or gone) and (len(halted) == len(shares) or not is_news):
+                go = list(halted)
+            for number in go:
+                share = shares[number]
+                gone[number] = halted[number].node, len(share.done)
+                share.gone, share.at = share.halt, None
+                self._transport.tell(number, messages.Go(id, self.context_id, share.halt))
+            ran: dict[int, Event] = {}
             for on, (node, before) in gone.items():
-                ran += [event for event in shares[on].done[before:] if event.node == node][:1]
+                # A node has run, or has come to a collective that it calls.
+                news = (each for each in (*shares[on].done[before:], shares[on].at) if each is not None)
+                ran |= next(({on: each} for each in news if each.node in (node, None)), {})
+            inside = [on for on, share in shares.items() if on not in ran and (on in gone or share.at is None)]
             over = self.closed or (seen.over and seen.complete)
-            others_stand = bool(ran) or len(shares) < len(alive)
-            if over or len(ran) == len(shares) or (others_stand and not is_news):
-                return ran
+            others_stand = len(inside) < len(alive)
+            if over or not shares or (gone and not inside) or (others_stand and not is_news):
+                self.inside.update(map(self._transport.name_of, inside))
+                return list(ran.values())
             is_news = self._changed.wait(_WAITS_INSIDE_AFTER)
 
     def _steer(self, *, paused: bool = False, until: str = "", worker: str = "", node: int = -1) -> None:
@@ -493,6 +513,7 @@ class Watch:
         """Add one happening to the pass's events, and update where the worker is halted; the lock is held."""
         time, *known, _, _ = msgspec.structs.astuple(happening)  # without `halt` and `version`
         event = Event(time, name, *known)
+        self.inside.discard(name)
         if event.what == "resting":  # the worker can run nothing until gradients arrive; no event for the user
             worker.resting = True
             return
@@ -509,5 +530,5 @@ class Watch:
         if reached:  # the halt or NaN that `run` waits for
             self._reached = event
         seen.events.append(event)
-        if event.what == "done":
+        if event.what in ("done", "issued"):
             worker.done.append(event)

@@ -20,7 +20,7 @@ import torch.distributed
 
 from nbdist.cluster.group_history import Given, GroupHistory, Wait
 from nbdist.cluster.whereabouts import say_place
-from nbdist.cluster.worker.group_hooks import HOOKS
+from nbdist.cluster.worker.group_hooks import HOOKS, title_of
 from nbdist.cluster.worker.wrapped_models import owner
 from nbdist.code_lines import CodeLine, users_lines
 from nbdist.thread_frames import thread_frames
@@ -45,11 +45,9 @@ _MAY_DIFFER_ON_NCCL = ("all_gather", "reduce_scatter")  # but not on gloo
 # One member gives the tensors: the sizes of all members' outputs must agree.
 _FROM_ONE = ("scatter",)
 _NOTED_WITHIN = 0.1  # seconds for torch to note the ends of collectives, on a busy machine
-_TITLES = {"default_pg": "default group", "undefined": ""}
 _Entry = Mapping[str, Any]
 _Groups = Mapping[str, tuple[str, list[int]]]  # the title and the global ranks of each group, by torch's name
 _COLLECTIVES = torch.distributed.distributed_c10d.__file__  # the file with the functions of ``torch.distributed``
-_MESH = "mesh_"  # begins the description of a group that is a dimension of a DeviceMesh
 
 
 def progress() -> tuple[int, bool | None]:
@@ -74,7 +72,7 @@ def state() -> object:
 def read(formed_at: int, *, places: bool) -> list[GroupHistory]:
     """Return the histories of the groups since ``formed_at``, by `time.time_ns`; with ``places``, with lines."""
     present, is_whole = _since(formed_at, flight_record(frames=places).get("entries", ()))
-    titles = {name: _title(group) for name, group in groups_by_name().items()}
+    titles = {name: title_of(group) for name, group in groups_by_name().items()}
     found = histories(present, process_groups(), titles, thread_frames() if places else {}, is_whole)
     return HOOKS.add_transfers(found)
 
@@ -135,7 +133,7 @@ def calls_since(since: float) -> CollectiveCalls:
     while progress()[1] and time.monotonic() < deadline:
         time.sleep(0.01)
     ranks = process_groups()
-    groups = {name: (_title(group) or f"group {name}", ranks[name]) for name, group in present.items()}
+    groups = {name: (title_of(group) or f"group {name}", ranks[name]) for name, group in present.items()}
     ahead, rank = time.time() - time.monotonic(), torch.distributed.get_rank()
     return choose_calls(flight_record(frames=True).get("entries", ()), groups, rank, since, ahead)
 
@@ -236,11 +234,3 @@ def _given(entry: Mapping[str, Any]) -> Given:
 
 def _dtype(name: str) -> str:
     return _DTYPES.get(name, name.lower())
-
-
-def _title(group: Any) -> str:
-    """Return a group in a user's words, such as ``mesh dim tp``; "" if it has no name of its own."""
-    said = str(group.group_desc)
-    if said.startswith(_MESH):
-        return f"mesh dim {said.removeprefix(_MESH)}"
-    return _TITLES.get(said, f"group {said!r}")

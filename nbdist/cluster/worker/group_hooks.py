@@ -1,8 +1,8 @@
 """`GroupHooks`: sees each operation of this worker's process groups just before torch issues it, from torch 2.14 on.
 
 torch calls the hook with the GIL, in the thread that issues the operation: the one that runs the cell, or a thread of
-autograd's for DDP on a GPU. The hook takes some microseconds. In a backward pass, which may have many buckets, it
-leaves out the tensors, and all but the first operation in 10 ms. An error in it would fail the user's operation.
+autograd's for DDP on a GPU. It takes some microseconds, and halts a pass that is paused. In a pass, which may have many
+buckets, it leaves out the tensors, and all but the first operation in 10 ms. An error in it would fail the operation.
 """
 
 from __future__ import annotations
@@ -18,10 +18,12 @@ from typing import Any
 import torch.distributed
 from msgspec.structs import replace
 
+from nbdist.autograd.watching.node_hooks import come_to_collective
 from nbdist.cluster.group_history import Given, GroupHistory, Transfers
 from nbdist.cluster.processes.last_operations import LastOperations
 from nbdist.cluster.whereabouts import say_place
 from nbdist.cluster.worker import gloo
+from nbdist.cluster.worker.wrapped_models import owner
 from nbdist.code_places import BACKWARD, is_users
 from nbdist.thread_frames import thread_frames
 from nbdist.torch_private import groups_by_name, process_groups, watch_new_groups
@@ -33,6 +35,8 @@ _TEXTS = 1000  # kinds of operations whose texts are kept
 # torch's names of the hooks, where they are not those of ``torch.distributed``.
 _NAMES = {"allreduce": "all_reduce", "allgather": "all_gather", "alltoall": "all_to_all"}
 _TRANSFERS = ("send", "recv")
+_TITLES = {"default_pg": "default group", "undefined": ""}
+_MESH = "mesh_"  # begins the description of a group that is a dimension of a DeviceMesh
 _is_users = cache(is_users)
 
 
@@ -68,6 +72,7 @@ class GroupHooks:
     def _before(self, group: str, operation: Any) -> None:
         """Note an operation that torch is about to issue."""
         try:  # not `contextlib.suppress`, which calls more
+            come_to_collective(partial(_say_held, group, operation))  # ends by Ctrl-C, too, which is no `Exception`
             # No frame in a thread of autograd's, for which the main thread waits.
             now, called = time.time(), sys._getframe().f_back
             if called is not None and called.f_code.co_filename not in BACKWARD:
@@ -127,6 +132,23 @@ class GroupHooks:
         call, _ = say_place(frame) or ("", "")
         is_wait = frame is not None and gloo.method_called(frame) == "wait"
         return tuple(each for each in (True, False) if is_wait or call.startswith("dist.send" if each else "dist.recv"))
+
+
+def _say_held(group: str, operation: Any) -> str:
+    tensors, called = operation.input_tensors or operation.output_tensors, _main_frame()
+    given, _, text = _say(operation, group, tensors, called)
+    known = {"process_group": (group,), "profiling_name": given.kind, "input_sizes": [each.shape for each in tensors]}
+    ranks = ",".join(map(str, process_groups()[group]))
+    said = [text.decode(), title_of(groups_by_name()[group]) or f"group of ranks {ranks}"]
+    return ", ".join([*said, *(f"for {part}" for part in [owner(sys._getframe(), called, known)] if part)])
+
+
+def title_of(group: Any) -> str:
+    """Return a group in a user's words, such as ``mesh dim tp``; "" if it has no name of its own."""
+    said = str(group.group_desc)
+    if said.startswith(_MESH):
+        return f"mesh dim {said.removeprefix(_MESH)}"
+    return _TITLES.get(said, f"group {said!r}")
 
 
 def _main_frame() -> FrameType | None:

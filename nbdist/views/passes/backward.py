@@ -76,7 +76,7 @@ class Backward:
         self._ran: dict[str, list[Key]] = {}  # the nodes that have ended on each worker, in this order
         self._came: dict[Key, float] = {}  # when each node's last gradient arrived, on the clock of the node's worker
         self.halts: list[Interval] = []  # the times of halts that are over
-        self._halted: dict[Key, float] = {}  # the start of each present halt, by the node before which the pass halts
+        self._halted: dict[Key, float] = {}  # the start of each present halt, by the node; -1 for a collective
         self.messages: dict[int, str] = {}  # the last event of each message: "marked", "sent" or "arrived"
         self.failed: Key | None = None  # the node that has raised the first error
         self.bad: Key | None = None  # the node at which the first NaN or Inf was found
@@ -124,15 +124,16 @@ class Backward:
                 for target in self._targets.get(event.message, ()):
                     self.got[target] += 1
                     self._came[target] = event.time
+        before = key or (event.worker, -1)  # of a collective
+        if event.what == "halted":
+            self._halted.setdefault(before, event.time)
+        elif event.what in ("running", "issued") and before in self._halted:
+            self.halts.append((self._halted.pop(before), event.time))
         if key is None or key not in self.nodes:
             return
         self._measured(key, event)
-        if event.what == "halted":
-            self._halted.setdefault(key, event.time)
-        elif event.what == "running":
+        if event.what == "running":
             self.state[key] = "running"
-            if key in self._halted:
-                self.halts.append((self._halted.pop(key), event.time))
         elif event.what == "done":
             self.state[key] = "done"
             self.seconds[key] = event.seconds or 0.0

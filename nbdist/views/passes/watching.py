@@ -29,12 +29,15 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from types import TracebackType
 from typing import Any, TypeVar
 from weakref import WeakValueDictionary
 
+import torch
+
+from nbdist.amounts import plural
 from nbdist.autograd import api
 from nbdist.autograd.graph.edges import Node
 from nbdist.autograd.graph.events import Event, Pass
@@ -44,9 +47,12 @@ from nbdist.autograd.inspection import plan_from, trace
 from nbdist.autograd.passes.context import Context
 from nbdist.autograd.passes.local_passes import local_passes
 from nbdist.autograd.watching.watcher import LOCAL, Until, Watch
-from nbdist.cluster.output.arranger import say_members
+from nbdist.cluster.cluster import Cluster
+from nbdist.cluster.output.arranger import grouped, say_members, say_names
+from nbdist.cluster.partings import Parting
 from nbdist.errors import UsageError
 from nbdist.rpc.waits import blocking_wait
+from nbdist.torch_private import torch_version
 from nbdist.views.passes import page, report
 from nbdist.views.passes.backward import Backward
 from nbdist.views.passes.joint import JointPass
@@ -114,6 +120,7 @@ class Watcher:
         self._scouts: Scouts | None = None
         self._local: LocalScout | None = None
         self._joint: dict[int, JointPass] = {}  # by number
+        self._partings: list[Parting] = []  # for which workers have waited inside of a local pass
         self._next_joint = FIRST  # the number of the next local pass that all workers watch
         if given is None:
             self._scouts = Scouts(self, held=paused)  # first: it waits, and Ctrl-C may end the wait
@@ -306,7 +313,10 @@ class Watcher:
             while (watch := self._await_pass()) is not None:
                 try:
                     acted = watch
-                    return act(watch)
+                    done = act(watch)
+                    if watch.inside and Cluster.current is not None and Cluster.current.running:
+                        self._partings = Cluster.current.partings()
+                    return done
                 except UsageError:
                     if not watch.closed:  # if it is closed, its context has just ended: wait for the next pass
                         raise
@@ -439,7 +449,20 @@ class Watcher:
             return f"{self.state}{failed or (_NOTHING if self.state == 'ended' else '')}"
         error = f": {seen.error.splitlines()[0]}" if seen.error else failed
         more = f"; {self.count} contexts until now" if self.count > 1 else ""
-        return f"{_say(found, seen)}, {self.state}{error}{more}"
+        stands = "; ".join(["", *self._say_stands(seen)]) if self.state == "paused" and seen.mode == LOCAL else ""
+        return f"{_say(found, seen)}, {self.state}{error}{more}{stands}"
+
+    def _say_stands(self, seen: Pass) -> Iterator[str]:
+        shares = list(seen.shares.values())
+        held = {at.worker: at for at in (share.at for share in shares) if at is not None}
+        if torch_version() < (2, 14) and len(shares) > 1:
+            yield f"torch {torch.__version__} cannot stop it before collectives, 2.14 or newer can"
+        yield from _say_held([worker for worker in sorted(held) if held[worker].node is None], held)
+        for parting in self._partings:
+            waiting = [worker for worker in parting.present if self._watch and worker in self._watch.inside]
+            if waiting:
+                awaited = " and ".join(_say_held(parting.absent, held, ", which"))
+                yield f"{say_names(waiting)} {plural(len(waiting), 'waits', 'wait')} for {awaited}: {parting.text}"
 
     def __repr__(self) -> str:
         if (found := self.backward) is None:
@@ -648,6 +671,11 @@ def _say(found: Backward | None, seen: Pass) -> str:
         number = f" #{seen.number}" if seen.number > 1 else ""
         kind = f"backward(){number} on {say_members(found.plan.workers) if found is not None else ''}"
     return f"{kind}: {ran} of {total} nodes"
+
+
+def _say_held(workers: Sequence[str], held: Mapping[str, Event], which: str = "") -> Iterator[str]:
+    for name, names in grouped(workers, lambda worker: held[worker].name if worker in held else "").items():
+        yield say_names(names) + (f"{which} {plural(len(names), 'is', 'are')} held before {name}" if name else "")
 
 
 def _steer_watch(watch: Watch, paused: bool) -> None:
