@@ -1,6 +1,7 @@
 """`%dist_diff --code`, and `%dist_doctor` on the same: workers whose code and settings differ, and healthy ones."""
 
 import importlib
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -84,6 +85,20 @@ def test_a_file_that_changes_after_its_import(three, tmp_path):
     assert on(three, "modules")[1].split("; ")[0].endswith(" on notebook, worker0,2")
     three.run("%%remote 1\nimport importlib\nimportlib.reload(trained)")
     assert on(three, "modules") == []
+
+
+def test_a_function_of_a_cell_that_a_worker_has_not_run_again(three):
+    body = "class Half:\n    def __call__(self, x): return x / 2\ndef weight(x): return Half()(x)"
+    three.run(f"%%remote\n{body}")
+    three.run(f"%%remote 1\n{body}")  # the same code, of another cell
+    assert on(three, "functions") == []
+    cell = three.run(f"%%remote 0,2\n# better\n{body.replace('/ 2', '/ 4')}")
+    (line,) = on(three, "functions")
+    stale = rf"code \w{{8}} of {re.escape(cell.name)}:4 on worker0,2; code \w{{8}} of In\[\d+\]:3 on worker1"
+    assert re.fullmatch(f"functions: Half: {stale}", line)
+    assert re.search(stale, three.run("%dist_doctor -t 5").result)
+    three.run(f"%%remote 1\n{body.replace('/ 2', '/ 4')}")
+    assert on(three, "functions") == []
 
 
 def test_a_module_that_comes_from_another_file(three, tmp_path):
@@ -198,7 +213,8 @@ def test_the_odd_one_out_among_three_workers(three):
 
 
 def facts(**topics):
-    empty = {key: {} for key in ("changed", "modules", "files", "torch", "versions", "environment", "random states")}
+    known = ("changed", "modules", "files", "torch", "functions", "versions", "environment", "random states")
+    empty = {key: {} for key in known}
     return {**empty, **{topic.replace("_", " "): found for topic, found in topics.items()}}
 
 

@@ -3,6 +3,7 @@
 ================  ================================================================================
 `imported_files`  notes the user's files as modules are imported, and says which have changed
 `replaced`        finds the functions of torch that somebody has replaced
+`cell_functions`  the functions and classes that cells have defined
 `code_facts`      the facts about the code and the settings of one process
 `machine`         the facts about one process: its memory, files, ports, GPUs, NCCL, versions
 `speed`           measures how fast messages go from one process to another

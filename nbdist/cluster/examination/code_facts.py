@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from nbdist.cluster.examination.cell_functions import read_cell_functions
 from nbdist.cluster.examination.imported_files import read_files
 from nbdist.cluster.examination.replaced import replaced_functions
 from nbdist.nn.randomness import random_state
@@ -46,6 +47,7 @@ def describe_code() -> CodeFacts:
         # By host: the hosts of a healthy cluster may keep the same files in different folders.
         "files": {f"{name} on {host}": path for name, (path, _, _) in files.items()},
         "torch": replaced_functions(),
+        "functions": read_cell_functions(),
         "versions": {"Python": platform.python_version(), **{n: v for n, v in versions.items() if isinstance(v, str)}},
         "environment": {
             name: _shown(name, each) for name, each in os.environ.items() if not _BY_DESIGN.fullmatch(name)

@@ -26,6 +26,11 @@ def remarks_on(workers: Mapping[str, CodeFacts], notebook: Mapping[str, CodeFact
         yield f"modules: {told} takes the new {next(iter(paths.values()))}", True
     for name, places in _by_key(members, "torch"):
         yield f"torch: {name} is replaced: {_say(places)}", len({places.get(worker) for worker in workers}) > 1
+    for name, versions in _by_key(members, "functions"):
+        # Equal code is the same function, whatever the cell.
+        digests = {member: version.partition(" of ")[0] for member, version in versions.items()}
+        if len(set(digests.values())) > 1:
+            yield f"functions: {name}: {_say(versions)}", len({digests.get(each) for each in workers} - {None}) > 1
     for topic, compared in (("modules", members), ("files", members), ("environment", workers), ("versions", members)):
         for key, values in _by_key(compared, topic):
             found = {name: values.get(name, "not set") for name in compared} if topic == "environment" else values
