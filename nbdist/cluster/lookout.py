@@ -151,7 +151,9 @@ class Lookout:
         said = "; ".join(each.text for each in partings if stands or not each.absent)
         if partings and not any(each.absent for each in partings):
             stands = ""  # the text about the collective says where they are
-        self._line.show(": ".join(filter(None, [said, stands])) + (self._say_elsewhere(partings) if stands else ""))
+        elsewhere = self._say_elsewhere(partings) if stands else ""
+        self._cell.waits_for = ": ".join(filter(None, [said, stands])) + elsewhere
+        self._line.show(self._cell.waits_for)
         pause = max(0.1, min(_LOOK_EVERY, self._after) - (2 if told else 1) * _ANSWER_WITHIN)
         self._loop.call_later(pause, self._look)
 

@@ -133,6 +133,15 @@ def test_who_has_not_come_is_named(notebook, name):
     notebook.until(lambda: re.fullmatch(told, cell.line), what=told)
 
 
+def test_a_stopped_cell_keeps_who_has_not_come(notebook):
+    """The line below the cell is gone then, and a saved notebook would not say it."""
+    cell = notebook.send("%%remote --progress-after 1\nif rank != 1: dist.all_reduce(torch.ones(5))")
+    notebook.until(lambda: "worker1 has not come to all_reduce" in cell.line)
+    notebook.interrupt()
+    notebook.finish(cell)
+    assert "before it was stopped: worker1 has not come to all_reduce #" in cell.traceback
+
+
 @pytest.mark.parametrize("name", DIFFERENCES)
 def test_different_collectives_are_told_at_the_first_look(notebook, name):
     code, told = DIFFERENCES[name]

@@ -165,6 +165,9 @@ class Cell:
         """Called when the cell has ended on a worker, in the kernel thread."""
         self.before_end: Callable[[Cell, Callable[[], None]], None] = lambda cell, end: end()
         """Called when the last worker has ended the cell; it calls ``end`` once, at once or later."""
+        self.waits_for = ""
+        """The line below the running cell, which `Lookout` shows; "" while there is none."""
+        self._waited_for = ""  # when the cell was interrupted
         self.why_late: Callable[[], Sequence[str]] = tuple
         """Returns texts that say what keeps the workers; for the error of a time limit."""
         # True once `wait` or ``await`` has raised the cell's error, so that nothing publishes it again.
@@ -348,6 +351,7 @@ class Cell:
     def _stop(self) -> Sequence[str]:
         """Interrupt the workers; return a text for each that does not stop. Does not wait in the kernel thread."""
         self.interrupted = True  # first: the errors that now come are no failures
+        self._waited_for = self._waited_for or self.waits_for
         return self._interrupt(self)
 
     def _time_out(self, timeout: float, late: Sequence[str]) -> None:
@@ -363,7 +367,9 @@ class Cell:
     def _interruption(self, stuck: Sequence[str]) -> CellInterrupted:
         """Return the KeyboardInterrupt that says where the workers stopped, and which did not stop."""
         error = CellInterrupted("; ".join([*say_stopped(self.errors), *stuck]))
-        error.traceback = [*self._where_interrupted(), *stuck] or ["KeyboardInterrupt"]
+        # The line disappears with the end of the cell, and a saved notebook would not say who was missing.
+        waited = [f"before it was stopped: {self._waited_for}"] if self._waited_for else []
+        error.traceback = [*self._where_interrupted(), *waited, *stuck] or ["KeyboardInterrupt"]
         return error
 
     def _where_interrupted(self) -> list[str]:
