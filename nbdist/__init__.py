@@ -149,7 +149,8 @@ ROOMS: dict[str, str] = {
         "timeline watched pipeline_part pipeline_parts pipeline"
     ),
     "swarm": (
-        "carriage history policy stacking weight_file adapter model_cache named_models server client swarm serving"
+        "carriage history policy stacking weight_file adapter model_cache named_models server directory client placer "
+        "swarm serving connecting"
     ),
     "cluster": (
         "group_history spec jupyter targets spawning processes output errors kernels examination lifecycle team stands "

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from nbdist.rpc.calls.executor import ASYNC_MARK
+from nbdist.rpc.futures import ASYNC_MARK
 
 __all__ = ["async_execution"]
 

@@ -44,6 +44,9 @@ T = TypeVar("T")
 S = TypeVar("S")
 E = TypeVar("E", bound=BaseException)
 
+ASYNC_MARK = "_wrapped_async_rpc_function"
+"""The attribute by which torch, too, marks a function that returns a Future for its result."""
+
 Surroundings = Callable[[], AbstractContextManager[None]]
 """Returns a context manager to enter around a callback."""
 

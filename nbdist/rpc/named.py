@@ -8,6 +8,7 @@
                                  .begin("start", setup)             a latch, which costs less
                                  .ask("start", setup)               waits for the result
                                  .cast("signal", "worker0", 2)      no answer, and no error if nobody is there
+                                 .later("step", number)             calls a method marked with `async_execution`
 
 The name of one of several objects of a kind has a key behind the kind: ``"server 7f.1"``. Errors and displays call its
 method ``server.load``.
@@ -22,10 +23,10 @@ import contextlib
 import threading
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 from nbdist.errors import NbdistError
-from nbdist.rpc.futures import Future
+from nbdist.rpc.futures import ASYNC_MARK, Future
 from nbdist.rpc.here import here
 from nbdist.rpc.latch import Latch
 
@@ -77,11 +78,22 @@ class NamedObject:
     def __init__(self, caller: Any, to: str, name: str) -> None:
         self._caller, self._to, self._name = caller, to, name  # a `Caller`, which stands above this module
 
-    def call(self, method: str, *arguments: Any, timeout: float = -1.0) -> Future[Any]:
+    def call(self, method: str, *arguments: Any, timeout: float = -1.0, **keywords: Any) -> Future[Any]:
         """Call a method; return the future of its result. Errors and ``timeout`` are those of `Agent.call`."""
+        return self._send(call_method, method, arguments, keywords, timeout)
+
+    def later(self, method: str, *arguments: Any, timeout: float = -1.0, **keywords: Any) -> Future[Any]:
+        """Call a method that returns a future of its result; return the future of that result."""
+        return self._send(_call_later, method, arguments, keywords, timeout)
+
+    def _send(
+        self, function: Any, method: str, arguments: tuple[Any, ...], keywords: dict[str, Any], timeout: float
+    ) -> Future[Any]:
         args, label = (self._name, method, *arguments), _label(self._name, method)
-        future: Future[Any] = self._caller.asynchronous(self._to, call_method, args, None, timeout, label)
-        return future
+        # No variable holds the future: an error of a lost worker keeps this frame, and the future keeps the error.
+        return cast(
+            "Future[Any]", self._caller.asynchronous(self._to, function, args, keywords or None, timeout, label)
+        )
 
     def begin(self, method: str, *arguments: Any, timeout: float = -1.0) -> Latch:
         """Call a method; return a latch on which one thread waits for the result, as `Agent.begin` does."""
@@ -103,7 +115,14 @@ def _label(name: str, method: str) -> str:
     return f"{name.partition(' ')[0]}.{method}"
 
 
-def call_method(name: str, method: str, *arguments: Any) -> Any:
+def call_method(name: str, method: str, /, *arguments: Any, **keywords: Any) -> Any:
     """Call a method of an object that the agent of this call has published; for `nbdist.rpc.asking.ask_each`."""
     bound: Callable[..., Any] = here.agent.named.method(name, method)
-    return bound(*arguments)
+    return bound(*arguments, **keywords)
+
+
+def _call_later(name: str, method: str, /, *arguments: Any, **keywords: Any) -> Any:
+    return call_method(name, method, *arguments, **keywords)
+
+
+setattr(_call_later, ASYNC_MARK, True)

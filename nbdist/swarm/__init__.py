@@ -21,7 +21,7 @@ consecutive blocks on one server::
              transformers' model code          model      its layers are stand-ins that record how they are called
                  │ Passage.take                sessions   begins a session for each cache
              Session.step                      session    keeps the history of each span
-                 │ finds a route, sends         servers, routing, server_record
+                 │ finds a route, sends         crew, routing, server_record
                  ▼
     servers  Server.step ──pushes output──► Server.step ──► ...    server, session_caches, neighbours
                  │ waits for cache memory       cache_room, cache_budget
@@ -31,8 +31,11 @@ consecutive blocks on one server::
 
 ============ ======================================================================================
 serving      `serve`, which loads the blocks on workers
+connecting   `connect`, for other processes that use the swarm, too
 swarm        `Swarm`, which the client uses: models, and changes of the workers that serve
-client       a subpackage: models, sessions, routes, and what the client knows about the servers
+placer       makes servers and gives them blocks, for all clients
+client       a subpackage: models, sessions, and what the client knows about the servers
+directory    a subpackage: the servers as all clients know them, and routes
 server       a subpackage: blocks, caches and the computing thread, on each worker
 policy       the arguments of `serve` that concern the client, checked
 history      the inputs of a span, kept by the client to replay them on another server
@@ -45,10 +48,11 @@ adapter      finds, loads and calls the parts of a transformers model
 ============ ======================================================================================
 """
 
-from nbdist.swarm.client.routing import NoRoute
+from nbdist.swarm.connecting import connect
+from nbdist.swarm.directory.routing import NoRoute
 from nbdist.swarm.server.cache_budget import CacheFull
 from nbdist.swarm.server.server import Options
 from nbdist.swarm.serving import serve
 from nbdist.swarm.swarm import Swarm
 
-__all__ = ["CacheFull", "NoRoute", "Options", "Swarm", "serve"]
+__all__ = ["CacheFull", "NoRoute", "Options", "Swarm", "connect", "serve"]

@@ -13,11 +13,14 @@ from nbdist.amounts import counted, size
 from nbdist.errors import UsageError
 from nbdist.rpc import api
 from nbdist.swarm import adapter
-from nbdist.swarm.client import routing
+from nbdist.swarm.client.journal import Journal
+from nbdist.swarm.directory import routing
 from nbdist.swarm.named_models import folder_of
+from nbdist.swarm.placer import Placer
 from nbdist.swarm.policy import Policy, Recover, check_amount, check_count, check_function
 from nbdist.swarm.server.server import Options
 from nbdist.swarm.swarm import Swarm
+from nbdist.swarm.weight_file import WeightFile
 
 
 def serve(
@@ -109,7 +112,14 @@ def serve(
     else:
         adapter.write_checkpoint(model, Path(folder.name))
         checkpoint = adapter.Checkpoint(folder.name)
-    found = Swarm(checkpoint, folder, servers, policy)
+    journal = Journal()
+    if isinstance(checkpoint.weights, WeightFile) and checkpoint.weights.copied:
+        journal.tell(
+            f"{size(checkpoint.weights.copied)} of weights are copied when they are loaded, not mapped: in "
+            f"{checkpoint.folder} they do not begin at multiples of 64 bytes"
+        )
+    placer = Placer(checkpoint, folder, servers, policy, journal)
+    found = Swarm(checkpoint, placer.make_crew(), placer, journal)
     if spans is None:
         spans = routing.cut(found.sizes, len(workers))
     if len(spans) > len(workers):
@@ -120,7 +130,7 @@ def serve(
     if len(set(names)) < len(names):
         raise UsageError(f"each worker serves one span, but some are named twice: {', '.join(names)}")
     with found.crew.working():
-        found.crew.start(workers, spans, tell)
+        placer.start(workers, spans, tell)
     blocks, workers = counted(len(found), "block"), counted(len(spans), "worker")
     tell(f"serve: {blocks} on {workers}, {size(sum(found.sizes))}.")
     return found

@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 import contextlib
-import tempfile
 import time
 from collections.abc import Callable
 from typing import Any, SupportsIndex
 
-from nbdist import trace
 from nbdist.amounts import counted, size
 from nbdist.errors import UsageError
+from nbdist.rpc import api
 from nbdist.swarm import adapter
+from nbdist.swarm.client.crew import Crew, Gone
 from nbdist.swarm.client.journal import Journal
 from nbdist.swarm.client.model import remote_model
-from nbdist.swarm.client.routing import Span, named
 from nbdist.swarm.client.sequential import RemoteSequential
-from nbdist.swarm.client.servers import Gone, Servers
 from nbdist.swarm.client.session import Session
 from nbdist.swarm.client.sessions import Sessions
-from nbdist.swarm.policy import Policy, Recover, check_count
-from nbdist.swarm.server.server import Info, Options
-from nbdist.swarm.weight_file import WeightFile
+from nbdist.swarm.directory.placing import FarPlacer
+from nbdist.swarm.directory.routing import Span, named
+from nbdist.swarm.placer import Placer
+from nbdist.swarm.policy import Recover, check_count
+from nbdist.swarm.server.server import Info
 
 
 class Swarm:
@@ -51,20 +51,14 @@ class Swarm:
     """
 
     def __init__(
-        self, checkpoint: adapter.Checkpoint, folder: tempfile.TemporaryDirectory[str], options: Options, policy: Policy
+        self, checkpoint: adapter.Checkpoint, crew: Crew, placer: Placer | FarPlacer, journal: Journal
     ) -> None:
         self.checkpoint = checkpoint
-        skeleton = adapter.build(checkpoint.config)
-        path = adapter.find_layers(skeleton)
-        self.sizes = [checkpoint.nbytes(f"{path}.{n}.") for n in range(len(skeleton.get_submodule(path)))]
+        self.sizes = crew.sizes
         """Bytes of each block."""
-        self.journal = Journal()
-        if isinstance(checkpoint.weights, WeightFile) and checkpoint.weights.copied:
-            self.journal.tell(
-                f"{size(checkpoint.weights.copied)} of weights are copied when they are loaded, not mapped: in "
-                f"{checkpoint.folder} they do not begin at multiples of 64 bytes"
-            )
-        self.crew = Servers(checkpoint, folder, self.sizes, options, self.journal, policy)
+        self.journal = journal
+        self.crew = crew
+        self._placer = placer
         self.sessions = Sessions(self.crew, self.journal)
         # The description of each worker, from just before the swarm was closed; None while it is open.
         self._closed: list[dict[str, Any]] | None = None
@@ -203,10 +197,10 @@ class Swarm:
             NotInitialized: RPC has ended in this process.
         """
         self.crew.check_open()
-        spans = self.crew.runs_before(worker) if begin is None and end is None else []
+        if begin is not None or end is not None:
+            end = self.check(begin or 0, end)
         with self.crew.working():
-            for span in spans or [(begin or 0, self.check(begin or 0, end))]:
-                self.crew.join(worker, *span, trace.steps())
+            self._placer.join(self.crew.name_of(worker), begin, end)
 
     def leave(self, worker: int | str) -> None:
         """Take ``worker`` out of the swarm without losing anything.
@@ -223,12 +217,12 @@ class Swarm:
         self.crew.check_open()
         member = self.crew.member(worker)
         with self.crew.working():
-            self.crew.relieve(member)
+            self._placer.relieve(member.name)
             # Sessions can move only now: other workers have the blocks.
             for session in self.sessions.open():
                 session.settle()
                 self.crew.abandon(session.id, [member])
-            self.crew.dismiss(member)
+            self._placer.dismiss(member.name)
 
     def move(self, begin: int, end: int, worker: int | str) -> None:
         """Move the blocks from ``begin`` to before ``end`` to ``worker``, which serves already; all others drop them.
@@ -247,12 +241,12 @@ class Swarm:
         end = self.check(begin, end, ". `move` takes the blocks first, and then the worker")
         member = self.crew.member(worker)
         with self.crew.working():
-            relieved = self.crew.shift(begin, end, member)
+            relieved = self._placer.shift(begin, end, member.name)
             try:
                 for session in self.sessions.open():
                     session.settle()
             finally:  # also after an interrupt: what is left keeps its caches, and moves in its next step
-                self.crew.unload(relieved)
+                self._placer.unload(relieved)
 
     def kill(self, worker: int | str) -> None:
         """Kill the process of ``worker`` with SIGKILL, to see how the swarm recovers. See notebooks/09_swarm.ipynb.
@@ -265,18 +259,23 @@ class Swarm:
         """
         self.crew.check_open()
         with self.crew.working():
-            self.crew.kill(self.crew.member(worker))
+            self._placer.kill(self.crew.member(worker).name)
+
+    def address(self) -> str:
+        """Return the address with which other processes use the swarm, too: see `connect`."""
+        return f"{api.current_agent().options.init_method}#{self._placer.address.worker}#{self._placer.address.name}"
 
     def close(self) -> None:
         """Stop serving: the workers drop blocks and caches, and the file of weights that `serve` wrote is removed.
 
         Models made from the swarm then raise UsageError. A second call changes nothing. Raises nothing if a worker is
-        dead or RPC has ended.
+        dead or RPC has ended. A swarm that `connect` has returned ends for its own process only.
         """
         # Before the workers are offline: a map shows them as they were.
         if not self.ended:
             self._closed = self._describe_members()
-        self.crew.close()
+        self.crew.closed = True  # first: what fails from now on in other threads says that the swarm is closed
+        self._placer.close()
         self.sessions.close()
         self.journal.news()
 

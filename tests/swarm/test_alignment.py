@@ -85,7 +85,7 @@ def text_through(swarm, model):
     caches = [model_cache.new_cache(each.config) for each in (model, remote)]
 
     def forget():
-        swarm.crew.member("worker1").server.rpc_sync().close(caches[1].nbdist[1].id)
+        swarm.crew.ask(swarm.crew.member("worker1"), "close", caches[1].nbdist[1].id)
 
     ways = {
         3: lambda: swarm.move(0, 2, "worker2"),  # which loads them, and fetches their caches
@@ -107,7 +107,7 @@ def text_through(swarm, model):
 @contextlib.contextmanager
 def files_unseen():
     """Servers see no file of a client's, as on another host."""
-    with mock.patch("nbdist.swarm.client.servers.offer", lambda found: offer(found)._replace(folder="/nowhere")):
+    with mock.patch("nbdist.swarm.placer.offer", lambda found: offer(found)._replace(folder="/nowhere")):
         yield
 
 

@@ -14,8 +14,11 @@ from helpers.models import swarm_models
 from helpers.waiting import wait_until
 
 from nbdist.errors import NbdistError, RpcTimeout, UsageError, WorkerLost
+from nbdist.rpc.references.rref import RRef
 from nbdist.swarm import CacheFull, NoRoute, adapter, model_cache, serve
-from nbdist.swarm.client import routing
+from nbdist.swarm.client.crew import Crew
+from nbdist.swarm.directory import routing
+from nbdist.swarm.placer import Placer
 from nbdist.swarm.server.cache_room import Room
 from nbdist.swarm.server.queues import TooLarge
 from nbdist.swarm.server.server import Options, Server
@@ -435,17 +438,17 @@ def test_a_call_to_a_server_that_has_left_does_not_blame_the_next_one_there(worl
     swarm.close()
 
 
-@pytest.mark.parametrize("where", ["send", "outwait"])
-def test_an_interrupted_join_is_not_waited_for(world, monkeypatch, where):
+@pytest.mark.parametrize(("part", "where"), [(Placer, "_send_load"), (Crew, "outwait")])
+def test_an_interrupted_join_is_not_waited_for(world, monkeypatch, part, where):
     swarm = serve(swarm_models.make("llama"), workers=[1], spans=[(0, 3)])
     known = set(swarm_models.servers_here())
 
-    def interrupted(member, *_, **__):
+    def interrupted(_, member, *__):
         wait_until(lambda: member.address.name in swarm_models.servers_here())
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr(swarm.crew, where, interrupted)
+        patched.setattr(part, where, interrupted)
         with pytest.raises(KeyboardInterrupt):
             swarm.join(2, 3, 6)
     assert swarm.states == {"worker1": "online", "worker2": "gone"}
@@ -578,7 +581,7 @@ def test_what_was_interrupted_is_brought_to_its_end(world, monkeypatch):
     mine = {swarm.crew.member(name).address.name for name in ("worker1", "worker2")}
     assert mine.issubset(swarm_models.servers_here())
     with monkeypatch.context() as patched:
-        patched.setattr(swarm.crew.member("worker1").server, "release", interrupted)
+        patched.setattr(RRef, "release", interrupted)
         with pytest.raises(KeyboardInterrupt):
             swarm.close()
     swarm.close()

@@ -250,9 +250,9 @@ class Lose(transformers.StoppingCriteria):
     def __call__(self, ids, scores, **_):
         self.left -= 1
         if not self.left:
-            server = self.swarm.crew.member(self.name).server
+            crew = self.swarm.crew
             for session in self.swarm.sessions.open():
-                server.rpc_sync().close(session.id)
+                crew.ask(crew.member(self.name), "close", session.id)
         return torch.zeros(ids.shape[0], dtype=torch.bool)
 
 

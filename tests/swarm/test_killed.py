@@ -24,8 +24,9 @@ import nbdist
 from nbdist.errors import UsageError, WorkerLost
 from nbdist.rpc import api
 from nbdist.swarm import adapter, named_models, serve
-from nbdist.swarm.client.routing import NoRoute
-from nbdist.swarm.client.servers import Gone, Servers
+from nbdist.swarm.client.crew import Gone
+from nbdist.swarm.directory.routing import NoRoute
+from nbdist.swarm.placer import Placer
 from nbdist.swarm.server.server import Options, Server
 from nbdist.swarm.server.sources import offer
 
@@ -303,7 +304,7 @@ def test_one_that_hangs_before_it_serves_is_not_waited_for_as_long_as_one_that_l
     try:
         os.kill(pid, signal.SIGSTOP)
         with monkeypatch.context() as patch:
-            patch.setattr("nbdist.swarm.client.servers._NEW_WORKER_SECONDS", 0.5)
+            patch.setattr("nbdist.swarm.placer._NEW_WORKER_SECONDS", 0.5)
             with pytest.raises(Gone, match="worker2 did not answer"):
                 swarm.join(2)
     finally:
@@ -369,17 +370,17 @@ def test_a_worker_that_was_killed_a_moment_ago_is_lost_and_not_unknown(three):
 
 
 def test_a_worker_that_is_killed_while_it_loads_is_lost(three, monkeypatch):
-    send, pid = Servers.send, three.workers[1].pid
+    send, pid = Placer._send_load, three.workers[1].pid
 
-    def sending(crew, member, *args, **options):
+    def sending(placer, member, *span):
         if member.name == "worker1":
             workers.stop(pid)  # so that it has not answered when it is killed
-        sent = send(crew, member, *args, **options)
+        sent = send(placer, member, *span)
         if member.name == "worker1":
             os.kill(pid, signal.SIGKILL)
         return sent
 
-    monkeypatch.setattr(Servers, "send", sending)
+    monkeypatch.setattr(Placer, "_send_load", sending)
     with pytest.raises(WorkerLost, match="worker1 was killed by SIGKILL"):
         serve(swarm_models.make("llama"), workers=[0, 1, 2])
 

@@ -15,16 +15,18 @@ from torch import nn
 
 from nbdist import swarm
 from nbdist.errors import UsageError
-from nbdist.swarm import adapter, model_cache, named_models
-from nbdist.swarm.client.routing import NoRoute, Span
-from nbdist.swarm.client.servers import Gone, Servers
+from nbdist.swarm import adapter, connect, model_cache, named_models
+from nbdist.swarm.client.crew import Gone
 from nbdist.swarm.client.session import Session
+from nbdist.swarm.directory.routing import NoRoute, Span
+from nbdist.swarm.placer import Placer
 from nbdist.swarm.policy import check_recover
 from nbdist.swarm.server.server import Server
 from nbdist.swarm.server.session_caches import StepReply
 from nbdist.testing import World
 
 GONE = SimpleNamespace(name="worker1", incarnation=1, there=False, state="gone")
+ALL_GONE = SimpleNamespace(working=contextlib.nullcontext, member=lambda _: GONE)
 
 
 class Flat(nn.Module):
@@ -50,12 +52,16 @@ class Flat(nn.Module):
             lambda: named_models.folder_of("gpt9"),
             r"there is no folder 'gpt9', and no model of that name; known names: ",
         ),
+        (lambda: connect("file:///nowhere/members#worker0#swarm 1.1"), r"has ended, or runs on another host"),
+        (lambda: connect("tcp://127.0.0.1:1#worker0#swarm 1.1"), r"this swarm's workers are on several hosts"),
         (
-            lambda: Servers.kill(SimpleNamespace(_agent=SimpleNamespace(member=lambda _: None)), GONE),
+            lambda: Placer.kill(
+                SimpleNamespace(crew=ALL_GONE, _agent=SimpleNamespace(member=lambda _: None)), "worker1"
+            ),
             r"worker1 is gone already",
         ),
         (
-            lambda: Servers.relieve(SimpleNamespace(_arranging=threading.Lock(), _changed=threading.Lock()), GONE),
+            lambda: Placer.relieve(SimpleNamespace(crew=ALL_GONE, _arranging=threading.Lock()), "worker1"),
             r"worker1 is gone, so it cannot leave now",
         ),
     ],

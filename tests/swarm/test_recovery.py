@@ -12,7 +12,7 @@ from helpers.models import swarm_models
 import nbdist
 from nbdist.errors import UsageError
 from nbdist.swarm import model_cache, serve
-from nbdist.swarm.client.routing import NoRoute
+from nbdist.swarm.directory.routing import NoRoute
 from nbdist.testing import World
 
 
@@ -41,9 +41,9 @@ def each(steps):
 
 def forget(swarm, name):
     """A server that has lost all of its sessions, as one that has been started anew."""
-    server = swarm.crew.member(name).server
+    member = swarm.crew.member(name)
     for id in [session.id for session in swarm.sessions.open()]:
-        server.rpc_sync().close(id)
+        swarm.crew.ask(member, "close", id)
 
 
 @pytest.mark.parametrize("family", list(swarm_models.CONFIGS))

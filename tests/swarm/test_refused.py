@@ -9,7 +9,7 @@ from helpers.models import swarm_models
 
 from nbdist.errors import UsageError
 from nbdist.swarm import NoRoute, model_cache, serve
-from nbdist.swarm.client.servers import Gone, Servers
+from nbdist.swarm.client.crew import Crew, Gone
 from nbdist.testing import World
 
 
@@ -141,7 +141,7 @@ def test_a_call_with_gradients_that_fails_leaves_its_empty_cache(both, monkeypat
     ids = swarm_models.one()["input_ids"]
     cache = model_cache.new_cache(remote.config)
     with monkeypatch.context() as patch:
-        patch.setattr(Servers, "compute", lost)
+        patch.setattr(Crew, "compute", lost)
         with pytest.raises(NoRoute):
             remote(inputs_embeds=embedded(remote, ids), past_key_values=cache)
     assert cache.get_seq_length() == 0
@@ -223,14 +223,14 @@ def test_a_tokenizer_of_a_closed_swarm(removed):
 
 def test_a_swarm_that_is_closed_while_a_worker_joins(world, monkeypatch):
     swarm = serve(swarm_models.make("llama"), workers=[1])
-    own = Servers.outwait
+    own = Crew.outwait
 
     def outwait(*args, **kwargs):
         found = own(*args, **kwargs)
         swarm.close()
         return found
 
-    monkeypatch.setattr(Servers, "outwait", outwait)
+    monkeypatch.setattr(Crew, "outwait", outwait)
     with pytest.raises(UsageError, match="this swarm is closed"):
         swarm.join(2)
     assert swarm.blocks == {}
@@ -301,7 +301,7 @@ def test_the_message_counts_all_servers_that_failed(llama, monkeypatch):
         failures.append(1)
         lost()
 
-    monkeypatch.setattr(Servers, "compute", compute)
+    monkeypatch.setattr(Crew, "compute", compute)
     with pytest.raises(NoRoute) as raised, torch.no_grad():
         blocks(torch.zeros(1, 2, 32))
     assert str(raised.value).startswith(f"{len(failures)} servers failed one after the other")

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nbdist.swarm.client.routing import NoRoute, Offer, Span, assign, cut, route, spread
+from nbdist.swarm.directory.routing import NoRoute, Offer, Span, assign, cut, route, spread
 
 sizes = st.lists(st.integers(1, 20), min_size=1, max_size=12)
 

@@ -40,9 +40,7 @@ def asked(monkeypatch):
 @pytest.fixture
 def far(monkeypatch, asked):
     """Servers see no file of a client's, as on another host; what they ask for, as names."""
-    monkeypatch.setattr(
-        "nbdist.swarm.client.servers.offer", lambda checkpoint: offer(checkpoint)._replace(folder="/nowhere")
-    )
+    monkeypatch.setattr("nbdist.swarm.placer.offer", lambda checkpoint: offer(checkpoint)._replace(folder="/nowhere"))
     return asked
 
 
@@ -88,7 +86,7 @@ def test_weights_of_a_closed_swarm_are_not_to_be_had(world, tmp_path, monkeypatc
     adapter.write_checkpoint(swarm_models.make("llama"), tmp_path)
     offered = []
     monkeypatch.setattr(
-        "nbdist.swarm.client.servers.offer", lambda checkpoint: offered.append(offer(checkpoint)) or offered[-1]
+        "nbdist.swarm.placer.offer", lambda checkpoint: offered.append(offer(checkpoint)) or offered[-1]
     )
     swarm = serve(tmp_path, workers=[1])
     source = offered[0]._replace(folder="/nowhere")

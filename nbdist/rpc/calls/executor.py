@@ -24,6 +24,7 @@ from nbdist.errors import MissingDefinition, NbdistError, UsageError, WorkerLost
 from nbdist.rpc.calls.answers import Answers, Asked
 from nbdist.rpc.core.exchange import Exchange
 from nbdist.rpc.core.members import Membership
+from nbdist.rpc.futures import ASYNC_MARK
 from nbdist.rpc.links import Links
 from nbdist.rpc.pool import Job
 from nbdist.rpc.recording import Attach, Served
@@ -32,9 +33,6 @@ from nbdist.rpc.references.rref import RRef
 from nbdist.wire import codec
 from nbdist.wire.messages import Call, Mode
 from nbdist.wire.pickling import definitions, names
-
-ASYNC_MARK = "_wrapped_async_rpc_function"
-"""The attribute by which torch, too, marks a function that returns a Future for its result."""
 
 
 class Stoppable(Protocol):

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from nbdist.swarm.client.routing import Span
+from nbdist.swarm.directory.routing import Span
 
 _log = logging.getLogger("nbdist.swarm")
 _LINES_KEPT = 200

@@ -25,7 +25,7 @@ from nbdist.errors import UsageError
 from nbdist.swarm import adapter, model_cache, stacking
 from nbdist.swarm.adapter import LayerCall
 from nbdist.swarm.client import stateless
-from nbdist.swarm.client.servers import Gone
+from nbdist.swarm.client.crew import Gone
 from nbdist.swarm.client.session import Session
 from nbdist.swarm.client.sessions import Sessions
 from nbdist.swarm.policy import Recover

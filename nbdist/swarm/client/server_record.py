@@ -6,37 +6,29 @@ import contextlib
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
-from nbdist.rpc.references.rref import RRef
-from nbdist.swarm.client.routing import Offer, Span, runs_of
+from nbdist.swarm.directory.entry import ServerEntry, State
+from nbdist.swarm.directory.routing import Offer, Span, runs_of
 
 if TYPE_CHECKING:
     from nbdist.swarm.server.neighbours import Address
-    from nbdist.swarm.server.server import Server
     from nbdist.swarm.server.session_caches import StepReply
 
-State = Literal["joining", "online", "draining", "offline", "gone"]
 _NEWEST_WEIGHT = 0.2  # of the newest measurement in the moving averages `ServerRecord.hop` and `ServerRecord.pace`
 _LONGEST_BAN_SECONDS = 300.0
 
 
 @dataclass(eq=False)
 class ServerRecord:
-    """One server of a swarm, as the client knows it; `nbdist.swarm.client.servers` draws its states.
+    """One server of a swarm, as this client knows it: its entry in the directory, and how calls to it went.
 
-    The crew changes state and blocks under its lock. Threads whose calls have ended update the other numbers.
+    The crew changes the entry under its lock. Threads whose calls have ended update the numbers.
     """
 
-    name: str
-    incarnation: int
-    server: RRef[Server]
-    address: Address
-    room: int | None = None  # bytes of blocks that it may have when it takes over blocks; None for no limit
-    state: State = "joining"
-    note: str = ""  # why the server is gone or banned
-    blocks: list[int] = field(default_factory=list)  # that it serves; it may have others that it has not freed yet
-    had: list[int] = field(default_factory=list)  # the blocks that it served when it died or left
+    entry: ServerEntry
+    why_lost: str = ""  # this client has lost it; the directory may not know yet
+    why_banned: str = ""
     cache: int = 0  # bytes reserved for caches, as of the server's last reply, like the next two numbers
     sessions: int = 0
     steps: int = 0
@@ -48,15 +40,40 @@ class ServerRecord:
     _counting: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
     @property
+    def name(self) -> str:
+        """The name of its worker."""
+        return self.entry.name
+
+    @property
+    def incarnation(self) -> int:
+        """The incarnation of its worker."""
+        return self.entry.incarnation
+
+    @property
+    def address(self) -> Address:
+        """Where it is called."""
+        return self.entry.address
+
+    @property
+    def blocks(self) -> Sequence[int]:
+        """The blocks that it serves."""
+        return () if self.why_lost else self.entry.blocks
+
+    @property
+    def state(self) -> State:
+        """The state in the directory, or "gone" if this client has lost it."""
+        return "gone" if self.why_lost and self.entry.state != "offline" else self.entry.state
+
+    @property
     def there(self) -> bool:
         """True while the server can be called: it is online (banned or not) or draining."""
-        return self.state in ("online", "draining")
+        return self.entry.there and not self.why_lost
 
-    def rest(self, state: State, note: str = "") -> None:
-        """Mark the server as "gone" or "offline": it has no blocks and no caches. ``note`` is the reason, to show."""
-        self.state, self.note = state, note
-        self.had, self.blocks = self.blocks or self.had, []  # a second call must not forget what it had
-        self.cache = self.sessions = 0
+    def changed(self, entry: ServerEntry) -> None:
+        """Take a newer entry; a server that is gone or offline has no caches."""
+        self.entry = entry
+        if entry.state in ("gone", "offline"):
+            self.cache = self.sessions = 0
 
     @contextlib.contextmanager
     def asked(self) -> Iterator[None]:
@@ -76,7 +93,7 @@ class ServerRecord:
         ``blocks`` are the size of the request.
         """
         self.cache, self.sessions, self.steps = reply.cache, reply.sessions, reply.steps
-        self.strikes, self.banned_until, self.note = 0, 0.0, ""
+        self.strikes, self.banned_until, self.why_banned = 0, 0.0, ""
         if reply.seconds > 0 and tokens:  # else it was stored already, or empty, and says nothing about the speed
             self.pace += _NEWEST_WEIGHT * (reply.seconds / (tokens * blocks) - self.pace)
             if elapsed is not None:
@@ -89,7 +106,7 @@ class ServerRecord:
         """
         for_ = min(seconds * 2.0**self.strikes, _LONGEST_BAN_SECONDS)
         self.strikes += 1
-        self.note = why
+        self.why_banned = why
         self.banned_until = now + for_
         return for_
 
@@ -107,7 +124,7 @@ class ServerRecord:
         return self.serves(now) and all(number in blocks for number in range(span.begin, span.end))
 
     def offer(self) -> Offer:
-        """Return the server's blocks, speed and load, for `nbdist.swarm.client.routing`."""
+        """Return the server's blocks, speed and load, for `nbdist.swarm.directory.routing`."""
         return Offer(self.blocks, self.hop, self.pace, self.load)
 
     def told(self, now: float, sizes: Sequence[int], budget: int | None) -> dict[str, Any]:
@@ -117,10 +134,11 @@ class ServerRecord:
         None for no limit.
         """
         banned = self.state == "online" and self.is_banned(now)
+        note = self.entry.note or self.why_lost or self.why_banned
         return {
             "name": self.name,
             "state": "banned" if banned else self.state,
-            "note": f"{self.note}; asked again in {self.banned_until - now:.0f} s" if banned else self.note,
+            "note": f"{note}; asked again in {self.banned_until - now:.0f} s" if banned else note,
             "blocks": [[run.start, run.stop] for run in runs_of(self.blocks)],
             "nbytes": sum(sizes[number] for number in self.blocks),
             "cache": self.cache,

@@ -24,14 +24,13 @@ Session.state when
 "recovering"  in a step, or in `Session.settle`, while a span gets another server
 ============= =================================================================
 
-Order of locks: first a session's lock, then `Servers._arranging`, then `Servers._changed`.
+Order of locks: first a session's lock, then `Placer._arranging`, then `Crew._changed`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import itertools
-import os
 import threading
 import time
 from collections.abc import Sequence
@@ -46,10 +45,10 @@ from nbdist.rpc.futures import Future
 from nbdist.swarm import adapter, model_cache
 from nbdist.swarm.carriage import carriage
 from nbdist.swarm.client import merging
+from nbdist.swarm.client.crew import Crew, Gone
 from nbdist.swarm.client.journal import Journal
-from nbdist.swarm.client.routing import NoRoute, Span, named
 from nbdist.swarm.client.server_record import ServerRecord
-from nbdist.swarm.client.servers import Gone, Servers
+from nbdist.swarm.directory.routing import NoRoute, Span, named
 from nbdist.swarm.history import History, Operation, Step
 from nbdist.swarm.policy import Recover
 from nbdist.swarm.server.session_caches import REPLAYED, StepReply
@@ -81,9 +80,10 @@ class Session:
     """
 
     def __init__(
-        self, crew: Servers, journal: Journal, empty: Any, *, begin: int, end: int, recover: Recover, expected: int
+        self, crew: Crew, journal: Journal, empty: Any, *, begin: int, end: int, recover: Recover, expected: int
     ) -> None:
-        self.id = f"{os.getpid()}.{next(_numbers)}"  # by which servers know the session
+        # By which servers know the session. No two agents have one incarnation, while a number of a process comes back.
+        self.id = f"{crew.incarnation:x}.{next(_numbers)}"
         self.recover: Recover = recover
         self.state: Literal["idle", "writing", "recovering"] = "idle"
         self._crew = crew
@@ -241,7 +241,7 @@ class Session:
         return found
 
     def _send_to(self, part: _Part, method: str, *args: Any, **options: Any) -> Future[Any]:
-        """Call a method of a span's server for this session, without waiting, as `Servers.send` does."""
+        """Call a method of a span's server for this session, without waiting, as `Crew.send` does."""
         return self._crew.send(part.member, method, self.id, part.span.begin, *args, **options)
 
     def _wait_for_result(
@@ -253,7 +253,7 @@ class Session:
         ``first`` is True if the input was sent with the call.
         """
         if not first:
-            with contextlib.suppress(Exception):  # an error of the call is raised by `Servers.answer` below
+            with contextlib.suppress(Exception):  # an error of the call is raised by `Crew.answer` below
                 asked.wait(_PUSH_SECONDS + carriage(own.hidden))
             if not asked.done():
                 self._send_to(part, "push", self._number, own.hidden, extra=carriage(own.hidden))

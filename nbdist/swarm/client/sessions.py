@@ -17,8 +17,8 @@ from typing import Any
 
 from nbdist.errors import EncodeError
 from nbdist.swarm import model_cache
+from nbdist.swarm.client.crew import Crew
 from nbdist.swarm.client.journal import Journal
-from nbdist.swarm.client.servers import Servers
 from nbdist.swarm.client.session import Session
 from nbdist.swarm.policy import Recover, check_recover
 
@@ -26,7 +26,7 @@ from nbdist.swarm.policy import Recover, check_recover
 class Sessions:
     """The open sessions of a swarm. Any thread may use it."""
 
-    def __init__(self, crew: Servers, journal: Journal) -> None:
+    def __init__(self, crew: Crew, journal: Journal) -> None:
         self.crew = crew
         self.policy = crew.policy
         self._journal = journal

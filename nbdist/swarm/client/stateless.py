@@ -19,8 +19,8 @@ import torch
 
 from nbdist.rpc.waits import blocking_wait
 from nbdist.swarm import stacking
-from nbdist.swarm.client.routing import NoRoute
-from nbdist.swarm.client.servers import Gone, Servers
+from nbdist.swarm.client.crew import Crew, Gone
+from nbdist.swarm.directory.routing import NoRoute
 from nbdist.swarm.stacking import StackInput
 
 _TRIES = 16  # servers that may fail one after the other in a micro-batch before the call fails with `NoRoute`
@@ -36,11 +36,11 @@ class _Entrance(NamedTuple):
 
 
 def through(
-    crew: Servers, begin: int, hidden: torch.Tensor, calls: Sequence[Any], prompts: torch.Tensor | None
+    crew: Crew, begin: int, hidden: torch.Tensor, calls: Sequence[Any], prompts: torch.Tensor | None
 ) -> torch.Tensor:
     """Take hidden states through the blocks from ``begin`` on, one for each of ``calls``; return the hidden states.
 
-    If gradients are enabled and ``hidden`` or ``prompts`` requires them, the result requires them, too. Servers that
+    If gradients are enabled and ``hidden`` or ``prompts`` requires them, the result requires them, too. Crew that
     are lost are replaced. Raises `NoRoute` if no server can serve a block, or too many servers failed.
     """
     if prompts is not None:
@@ -54,7 +54,7 @@ def through(
     return forward(crew, begin, item)[0]
 
 
-def forward(crew: Servers, begin: int, item: StackInput) -> tuple[torch.Tensor, list[list[_Entrance]]]:
+def forward(crew: Crew, begin: int, item: StackInput) -> tuple[torch.Tensor, list[list[_Entrance]]]:
     """Take an item, the input of the blocks from ``begin`` on, through them in micro-batches (`Policy.micro_batch`).
 
     Returns the hidden states behind the blocks, and, for the backward pass, the entrances of each micro-batch.
@@ -64,7 +64,7 @@ def forward(crew: Servers, begin: int, item: StackInput) -> tuple[torch.Tensor, 
     return torch.cat([result for result, _ in found]), [way for _, way in found]
 
 
-def _one_micro_batch(crew: Servers, begin: int, item: StackInput) -> tuple[torch.Tensor, list[_Entrance]]:
+def _one_micro_batch(crew: Crew, begin: int, item: StackInput) -> tuple[torch.Tensor, list[_Entrance]]:
     """Take one micro-batch through its blocks; return the hidden states and the input of each span."""
     found: list[_Entrance] = []
     hidden, at, end = item.hidden, begin, begin + len(item.calls)
@@ -96,7 +96,7 @@ class _Through(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: torch.Tensor, prompts: torch.Tensor | None, crew: Servers, begin: int, item: StackInput
+        ctx: Any, hidden: torch.Tensor, prompts: torch.Tensor | None, crew: Crew, begin: int, item: StackInput
     ) -> torch.Tensor:
         found, ctx.ways = forward(crew, begin, item)
         ctx.crew, ctx.begin = crew, begin
@@ -119,9 +119,7 @@ class _Through(torch.autograd.Function):
         return torch.cat([part for part, _ in found]), prompts, None, None, None
 
 
-def _backpropagate(
-    crew: Servers, way: list[_Entrance], gradient: torch.Tensor
-) -> tuple[torch.Tensor, list[torch.Tensor]]:
+def _backpropagate(crew: Crew, way: list[_Entrance], gradient: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """Backpropagate one micro-batch; return the gradients of its input, and of the prompts of each span in ``way``."""
     prompts: list[torch.Tensor] = []
     for entrance in reversed(way):
@@ -130,9 +128,7 @@ def _backpropagate(
     return gradient, prompts
 
 
-def _back_through(
-    crew: Servers, entrance: _Entrance, gradient: torch.Tensor
-) -> tuple[torch.Tensor, list[torch.Tensor]]:
+def _back_through(crew: Crew, entrance: _Entrance, gradient: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """Backpropagate through one span of the forward pass, on the servers that have its blocks now."""
     begin, end, item = entrance
     tries = 0
@@ -158,7 +154,7 @@ def _back_through(
             return found, prompts
 
 
-def _run_each(crew: Servers, jobs: Sequence[tuple[Any, tuple[Any, ...]]]) -> list[Any]:
+def _run_each(crew: Crew, jobs: Sequence[tuple[Any, tuple[Any, ...]]]) -> list[Any]:
     """Run all (function, arguments), up to 8 at a time; return the results, or raise the first error in order."""
 
     def run(job: tuple[Any, tuple[Any, ...]]) -> Any:

@@ -1,7 +1,7 @@
 """A worker's part in a swarm: the blocks that it has loaded, and the caches of the sessions that go through them.
 
-A `Server` is an object on the worker. Clients call it through a remote reference, so its methods run on the threads of
-the worker's RPC agent. These threads only queue work and wait. One other thread computes
+A `Server` is an object on the worker. Clients call it by its name (`nbdist.rpc.named`), so its methods run on the
+threads of the worker's RPC agent. These threads only queue work and wait. One other thread computes
 (`nbdist.swarm.server.runtime`), so a server that computes still answers other calls. The output of a step goes to the
 session's next server at once, and also to the client, which keeps it in case a server dies.
 
@@ -108,13 +108,20 @@ class Info(NamedTuple):
     """Seconds spent on computing so far."""
 
 
-class Server:
-    """Loads and computes blocks of one model on a worker; clients call it through a remote reference.
+CALLED = (
+    *("load", "unload", "info", "open", "link", "close", "push", "step", "export", "adopt"),
+    *("forward", "backward", "returns_tuple"),
+)
+"""The methods of a `Server` that clients and other servers call."""
 
-    ``source`` says where the model is. Other servers find this one by its ``name``. Several threads may call all
-    methods at the same time. A session may have several spans here; methods name a span of a session by the session's
-    ``id`` and the first block of the span, ``begin``. All but `open`, `adopt` and `close` raise NoSession if the
-    session has no such span here.
+
+class Server:
+    """Loads and computes blocks of one model on a worker; it ends with the reference of the swarm's placer to it.
+
+    ``source`` says where the model is. Clients and other servers call this one by its ``name``. Several threads may
+    call all methods at the same time. A session may have several spans here; methods name a span of a session by the
+    session's ``id`` and the first block of the span, ``begin``. All but `open`, `adopt` and `close` raise NoSession if
+    the session has no such span here.
     """
 
     def __init__(self, source: Source, options: Options | None = None, name: str = "server") -> None:
@@ -140,7 +147,7 @@ class Server:
         self._per_token = 0.0  # bytes of cache for a token in a block; 0 until the first step has shown it
         self._steps = 0
         self._runtime = Runtime(RequestQueues(self.options.largest), _compute, partial(_look, weakref.ref(self)))
-        self._agent.named.publish(name, self, "push", "export")
+        self._agent.named.publish(name, self, *CALLED)
         weakref.finalize(self, self._agent.on_lost(partial(_lost, weakref.ref(self)))).atexit = False
 
     # -- blocks -------------------------------------------------------------------------------

@@ -1,0 +1,99 @@
+"""`connect`: a swarm that another process serves, for this process, too."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Callable
+
+from nbdist.errors import NotInitialized, UsageError
+from nbdist.ids import new_incarnation
+from nbdist.rpc import api
+from nbdist.rpc.agent import Agent
+from nbdist.rpc.options import RpcBackendOptions
+from nbdist.swarm.client.crew import Crew
+from nbdist.swarm.client.journal import Journal
+from nbdist.swarm.directory.placing import FarPlacer
+from nbdist.swarm.server.neighbours import Address
+from nbdist.swarm.swarm import Swarm
+
+_numbers = itertools.count()
+
+
+def connect(address: str) -> Swarm:
+    """Return a swarm that another process serves, for use in this process: a worker, a script, another notebook.
+
+    Several processes may use a swarm at the same time. Each has sessions and models of its own; one placer, in the
+    process that has called `serve`, gives blocks to workers for all. `Swarm.join`, `Swarm.leave` and `Swarm.move` may
+    be called in any of them: sessions of the others move in their next step. The swarm ends when the process that
+    serves it closes it.
+
+    A process without RPC becomes a member of the workers' world, until `Swarm.close`. It must run on the host of the
+    process that serves, as the same user.
+
+    Args:
+        address: what `Swarm.address` has returned there.
+
+    Raises:
+        UsageError: ``address`` is no address of a swarm, the swarm is closed, or this process is a member of another
+            world.
+        WorkerLost: the process that served the swarm is gone.
+        RendezvousError: there is no such world any more.
+
+    Example:
+        >>> import transformers
+        >>> config = transformers.LlamaConfig(
+        ...     hidden_size=32, intermediate_size=64, num_hidden_layers=4, num_attention_heads=4, vocab_size=97
+        ... )
+        >>> sw = nbdist.swarm.serve(transformers.LlamaForCausalLM(config), workers=["worker0", "worker1"])
+        >>> def write(address):  # on worker1
+        ...     model = nbdist.swarm.connect(address).causal_lm()
+        ...     return model.generate(torch.tensor([[5, 6]]), max_new_tokens=3, pad_token_id=0, eos_token_id=None)
+        >>> rpc.rpc_sync("worker1", write, args=(sw.address(),)).shape
+        torch.Size([1, 5])
+        >>> sw.close()
+    """
+    parts = address.rsplit("#", 2) if isinstance(address, str) else ()
+    if len(parts) != 3:
+        raise UsageError(f"address is what `Swarm.address()` of the process that serves has returned, not {address!r}")
+    try:
+        agent, joined = api.current_agent(), False
+    except NotInitialized:
+        agent, joined = _join(parts[0]), True
+    if parts[0] != (own := agent.options.init_method) and {*map(_kind, (parts[0], own))} == {"file"}:
+        raise UsageError(
+            "this process has workers of its own, and RPC has one world: connect in a program or notebook without "
+            "workers"
+        )
+    try:
+        return _connect(agent, Address(*parts[1:]), at_close=lambda: agent.close("left the swarm") if joined else None)
+    except BaseException:
+        if joined:
+            agent.close("could not use the swarm")
+        raise
+
+
+def _kind(place: str) -> str:
+    return place.partition(":")[0]
+
+
+def _join(place: str) -> Agent:
+    if _kind(place) != "file":
+        raise UsageError(
+            "this swarm's workers are on several hosts: only members of their world, such as these workers, can use it"
+        )
+    if not os.path.isdir(os.path.dirname(place.removeprefix("file://"))):
+        raise UsageError("the process that served this swarm has ended, or runs on another host")
+    # A dynamic member with a number that no worker has.
+    return api.initialize(f"client{os.getpid()}", new_incarnation(), None, RpcBackendOptions(init_method=place))
+
+
+def _connect(agent: Agent, address: Address, at_close: Callable[[], object]) -> Swarm:
+    placer, journal = FarPlacer(address, at_close), Journal()
+    facts = placer.facts()
+    crew = Crew(placer, facts, journal)
+    own = Address(agent.me.name, f"crew {agent.me.incarnation}.{next(_numbers)}")
+    agent.named.publish(own.name, crew, "take")
+    placer.watch(own)
+    crew.take(placer.news())  # what the placer sends comes later
+    return Swarm(facts.source.open(), crew, placer, journal)

@@ -1,0 +1,373 @@
+"""`Placer`: makes a swarm's servers and gives blocks to them, one request after the other, for all clients.
+
+The states of a server (`ServerEntry.state`), and the methods of `Placer` that change them::
+
+    start, join            load is done           relieve              dismiss
+    ──────────► "joining" ──────────────► "online" ───────► "draining" ─────────► "offline"
+                    │                      │                    │                     ▲
+                    └───────── lost ───────┴────── lost ────────┴─► "gone"            │ close
+                                                                                (from any state but "gone")
+
+`join` makes a new server on a worker whose server is "gone" or "offline".
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import signal
+import tempfile
+import threading
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from nbdist import trace
+from nbdist.amounts import size
+from nbdist.errors import NbdistError, UsageError, WorkerLost
+from nbdist.rpc import api
+from nbdist.rpc.futures import Future
+from nbdist.rpc.references.rref import RRef
+from nbdist.swarm import adapter
+from nbdist.swarm.carriage import seconds_for
+from nbdist.swarm.client.crew import Crew, Gone, lacks_block
+from nbdist.swarm.client.journal import Journal
+from nbdist.swarm.client.server_record import ServerRecord
+from nbdist.swarm.directory import routing
+from nbdist.swarm.directory.directory import Directory, News
+from nbdist.swarm.directory.entry import ServerEntry
+from nbdist.swarm.directory.placing import CLOSED, SwarmFacts
+from nbdist.swarm.directory.routing import NoRoute, named
+from nbdist.swarm.policy import Policy
+from nbdist.swarm.server.neighbours import Address
+from nbdist.swarm.server.server import Options, Server
+from nbdist.swarm.server.sources import offer
+
+_numbers = itertools.count()
+_LOADING_SECONDS = 300.0  # for loading blocks, besides the time of a step: at first, the worker imports transformers
+# The shortest time limit for a new worker to answer: importing transformers delays its other threads.
+_NEW_WORKER_SECONDS = 15.0
+# The methods that other clients call; the rest is for the process of the placer.
+_CALLED = ("facts", "watch", "news", "lacks", "mend", "join", "relieve", "dismiss", "shift", "unload", "kill")
+
+
+class Placer:
+    """The placer of a swarm, in the process that has called `nbdist.swarm.serve`. Any thread may use it."""
+
+    def __init__(
+        self,
+        checkpoint: adapter.Checkpoint,
+        weights: tempfile.TemporaryDirectory[str],
+        options: Options,
+        policy: Policy,
+        journal: Journal,
+    ) -> None:
+        self._agent = agent = api.current_agent()
+        self._checkpoint = checkpoint
+        # The folder that `close`, or the end of this object, removes. Until then servers may load blocks from it.
+        self._weights = weights
+        self._journal = journal
+        self._directory = Directory()
+        skeleton = adapter.build(checkpoint.config)
+        path = adapter.find_layers(skeleton)
+        sizes = [checkpoint.nbytes(f"{path}.{n}.") for n in range(len(skeleton.get_submodule(path)))]
+        self._facts = SwarmFacts(offer(checkpoint), sizes, options, policy)
+        # The references that keep the servers alive. They are nobody else's: clients call servers by name.
+        self._owned: dict[str, RRef[Server]] = {}
+        # Held by a thread that gives blocks to servers. Take a session's lock before it.
+        self._arranging = threading.RLock()
+        self.address = Address(agent.me.name, f"swarm {agent.me.incarnation:x}.{next(_numbers)}")
+        agent.named.publish(self.address.name, self, *_CALLED)
+
+    def make_crew(self) -> Crew:
+        """Return the crew of the client in this process. The swarm ends with it: it alone keeps this placer."""
+        crew = Crew(self, self._facts, self._journal)
+        self._crew = weakref.ref(crew)
+        self._directory.watch(lambda news: False if (own := self._crew()) is None else own.take(news))
+        return crew
+
+    @property
+    def crew(self) -> Crew:
+        """The servers, as this process knows them."""
+        if (crew := self._crew()) is None:
+            raise UsageError(CLOSED)
+        return crew
+
+    # -- what clients hear and tell ------------------------------------------------------------
+
+    def facts(self) -> SwarmFacts:
+        """Return the facts of the swarm."""
+        return self._facts
+
+    def watch(self, watcher: Address) -> None:
+        """Tell a client of the directory's changes from now on, until it is gone."""
+
+        sent: list[Future[Any]] = []
+
+        def tell(news: News) -> bool:
+            if any(each.done() and isinstance(each.exception(), NbdistError) for each in sent):
+                return False  # there was nobody
+            with self.crew.working():
+                sent[:] = [self._agent.at(*watcher).call("take", news)]
+            return True
+
+        self._directory.watch(tell)
+
+    def news(self) -> News:
+        """Return what the directory has now."""
+        return self._directory.news()
+
+    def lost(self, entry: ServerEntry, why: str) -> None:
+        """Mark a server as gone."""
+        self._directory.change(entry, lambda now: now if now.state in ("gone", "offline") else now.rested("gone", why))
+
+    def lacks(self, entry: ServerEntry, blocks: Sequence[int]) -> None:
+        """Note that a server does not have blocks which it should have, so that no route leads there."""
+        self._directory.change(
+            entry, lambda now: now._replace(blocks=tuple(each for each in now.blocks if each not in blocks))
+        )
+
+    # -- who has what -------------------------------------------------------------------------
+
+    def start(self, workers: Sequence[int | str], spans: Sequence[tuple[int, int]], tell: trace.Steps) -> None:
+        """Make a server on each worker and load its span there, all at the same time; ``tell`` shows the progress.
+
+        If a worker fails, raises the error of `_wait_until_loaded`. The servers that have been waited for by then stay.
+        """
+        made = [(self._make_server(worker), span) for worker, span in zip(workers, spans, strict=False)]
+        with self._joining([entry for entry, _ in made]) as members:
+            asked = [(member, self._send_load(member, *span)) for member, (_, span) in zip(members, made, strict=True)]
+            for number, (member, answer) in enumerate(asked):
+                tell(f"serve: {number} of {len(asked)} workers have loaded their blocks; {member.name} loads ...")
+                self._wait_until_loaded(member, answer)
+
+    def join(self, worker: str, begin: int | None, end: int | None) -> None:
+        """Load these blocks on a worker, in addition to those that it serves.
+
+        By default, the blocks that it served before, or all. If the worker has no online server, it gets a new one.
+        Raises the errors of `_wait_until_loaded`.
+        """
+        tell = trace.steps()
+        known = self._directory.find(worker)
+        is_new = known is None or known.state != "online"
+        spans = [(begin or 0, len(self._facts.sizes) if end is None else end)]
+        if begin is None and end is None and known is not None and not known.there and known.had:
+            spans = [(run.start, run.stop) for run in routing.runs_of(known.had)]
+        with self.crew.working():
+            new = [self._make_server(worker)] if is_new else []
+            with self._joining(new) as members:
+                member = members[0] if members else self.crew.member(worker)
+                for span in spans:
+                    nbytes = size(sum(self._facts.sizes[slice(*span)]))
+                    tell(f"join: {member.name} loads blocks {span[0]} to {span[1] - 1}, {nbytes} ...")
+                    self._wait_until_loaded(member, self._send_load(member, *span))
+        tell(f"join: {member.name} serves {named(member.blocks)}.")
+
+    def _make_server(self, worker: int | str) -> ServerEntry:
+        """Make a new server on a worker, without waiting for it, and return its entry, which `_joining` adds."""
+        record = self._agent.find(worker)
+        address = Address(record.name, f"server {self._agent.me.incarnation}.{next(_numbers)}")
+        arguments = self._facts.source, self._facts.options, address.name
+        self._owned[address.name] = api.remote(record.name, Server, arguments)
+        return ServerEntry(record.name, record.incarnation, address)
+
+    @contextlib.contextmanager
+    def _joining(self, entries: Sequence[ServerEntry]) -> Iterator[list[ServerRecord]]:
+        """Return a context manager for new servers: it adds their entries, in the state "joining", to the directory.
+
+        They replace older servers of the same workers. If the ``with`` block fails, the servers that are still joining
+        become "gone".
+        """
+        members: list[ServerRecord] = []
+        try:
+            for entry in entries:
+                self._directory.add(entry)
+                members.append(self.crew.member(entry.name))
+            yield members
+        except BaseException as error:  # also Ctrl-C: `way` waits for a joining server without a limit
+            for member in members:
+                if member.state == "joining":
+                    self.crew.forsake(member, error)
+                    self._release(member.entry)
+            raise
+
+    def _send_load(self, member: ServerRecord, begin: int, end: int) -> Future[list[int]]:
+        """Ask a server to load the blocks from ``begin`` to before ``end``; `Crew.outwait` waits for the future."""
+        record = self._agent.member(member.incarnation)
+        far = record is not None and record.host != self._agent.me.host  # it may have to read them from this process
+        extra = _LOADING_SECONDS + (seconds_for(sum(self._facts.sizes)) if far else 0.0)  # others may load, too
+        if member.state != "joining":
+            return self.crew.send(member, "load", begin, end, extra=extra)
+        # By its reference: the server may not exist yet, and have no name.
+        timeout = self._facts.policy.step_timeout + extra
+        asked: Future[list[int]] = self._owned[member.address.name].rpc_async(timeout).load(begin, end)
+        return asked
+
+    def _wait_until_loaded(self, member: ServerRecord, asked: Future[list[int]]) -> None:
+        """Wait until a server has loaded its blocks, and let it serve them; for a new server, within `_joining`.
+
+        Raises WorkerLost if the worker died, UsageError if the swarm was closed meanwhile, `Gone` if the server has
+        left meanwhile or does not answer, or the error of loading.
+        """
+        crew = self.crew
+        try:
+            blocks = crew.outwait(member, asked, max(self._facts.policy.step_timeout, _NEW_WORKER_SECONDS))
+        except Exception as error:  # the server's: loading may raise anything
+            crew.check_open()  # if the swarm was closed meanwhile, that is the cause
+            if isinstance(error, Gone) and isinstance(error.__cause__, WorkerLost):
+                raise error.__cause__ from None  # Gone is for callers that can use another server instead
+            raise
+        self._directory.change(
+            member.entry,
+            lambda now: (
+                now._replace(state="online", blocks=tuple(blocks)) if now.state in ("joining", "online") else now
+            ),
+        )
+        if member.state != "online":
+            crew.check_open()  # if the swarm was closed meanwhile, that is the cause
+            raise Gone(
+                f"{member.name} has loaded its blocks, but is {member.state} meanwhile: it left, or died. Once it "
+                "runs, let it `join` again"
+            )
+        self._journal.tell(f"{member.name} serves {named(blocks)}")
+
+    def mend(self, begin: int, end: int, without: Sequence[str] = ()) -> None:
+        """Let servers load the blocks of the range that no server has, but for those on the workers ``without``.
+
+        Raises `NoRoute` if none can, or `Gone` if one fails, which is banned or lost then: a second call uses others.
+        """
+        crew = self.crew
+        with self._arranging, crew.working():
+            # Another client may have had the blocks loaded meanwhile.
+            members = {name: member for name, member in crew.serving().items() if name not in without}
+            if not lacks_block(members, begin, end):
+                return
+            blocks = {name: member.blocks for name, member in members.items()}
+            room = dict.fromkeys(members, self._facts.policy.room)
+            try:
+                spans = routing.assign(blocks, begin, end, self._facts.sizes, room)
+            except NoRoute as error:
+                raise NoRoute("; ".join([str(error), *crew.why_not_serving()])) from None
+            for span in spans:  # a quick call first: noticing that a server hangs must not take as long as loading may
+                crew.ask(members[span.server], "info")
+            asked = [self._send_load(members[span.server], span.begin, span.end) for span in spans]
+            for span, answer in zip(spans, asked, strict=True):
+                member, wanted = members[span.server], named(range(span.begin, span.end))
+                try:
+                    loaded = crew.outwait(member, answer)
+                except Gone:
+                    raise
+                except Exception as error:  # such as MemoryError
+                    crew.ban(member, f"could not take {wanted}: {type(error).__name__}: {error}")
+                    raise Gone(f"{member.name}: {error}") from error
+                self._give(member, loaded, "online")
+                self._journal.tell(f"{member.name} takes {wanted}")
+
+    def _give(self, member: ServerRecord, blocks: Sequence[int], *states: str) -> None:
+        """Set the blocks that a server serves, if it is in one of these states."""
+        self._directory.change(
+            member.entry, lambda now: now._replace(blocks=tuple(blocks)) if now.state in states else now
+        )
+
+    def relieve(self, worker: str) -> None:
+        """Let other servers load a server's blocks, and send no new work to it: its state becomes "draining".
+
+        If no server can take its blocks, it is online again, and this raises `NoRoute`. Raises UsageError if the server
+        is not online or draining.
+        """
+        with self._arranging, self.crew.working():
+            member = self.crew.member(worker)
+            if not member.there:
+                raise UsageError(
+                    f"{member.name} is {member.state}, so it cannot leave now: only an online or draining one can"
+                )
+            # It is draining already if an interrupted call is repeated.
+            self._directory.change(member.entry, lambda now: now._replace(state="draining") if now.there else now)
+            self._journal.tell(f"{member.name} is about to leave")
+            try:
+                while True:
+                    with contextlib.suppress(Gone):
+                        self.mend(0, len(self._facts.sizes))
+                        break
+            except BaseException:  # also Ctrl-C: nobody else has all of its blocks, so it goes on serving
+                # Unless it died meanwhile.
+                self._directory.change(
+                    member.entry, lambda now: now._replace(state="online") if now.state == "draining" else now
+                )
+                raise
+
+    def dismiss(self, worker: str) -> None:
+        """Remove a server that has been relieved: it becomes "offline", and frees its blocks and caches."""
+        with self.crew.working():
+            entry = self.crew.member(worker).entry
+            self._directory.change(entry, lambda now: now.rested("offline"))
+            self._release(entry)
+            self._journal.tell(f"{entry.name} has left")
+
+    def _release(self, entry: ServerEntry) -> None:
+        with contextlib.suppress(NbdistError):  # the worker may be gone
+            if (owned := self._owned.get(entry.address.name)) is not None:
+                owned.release()  # its worker frees the server
+                self._owned.pop(entry.address.name, None)
+
+    def shift(self, begin: int, end: int, worker: str) -> list[str]:
+        """Load these blocks on a server, and take them away from all others; return the workers of those.
+
+        If the server fails (`Gone`) or cannot load the blocks, raises that error, and no server loses a block.
+        """
+        relieved = []
+        with self._arranging, self.crew.working():
+            member = self.crew.member(worker)
+            loaded = self.crew.outwait(member, self._send_load(member, begin, end))
+            self._give(member, loaded, "online", "draining")
+            for other in self.crew.there:
+                kept = [number for number in other.blocks if other is member or not begin <= number < end]
+                if kept != list(other.blocks):
+                    self._give(other, kept, "online", "draining")  # the weights stay until `unload`: sessions move
+                    relieved.append(other.name)
+            self._journal.tell(f"{member.name} takes {named(range(begin, end))}")
+        return relieved
+
+    def unload(self, workers: Sequence[str]) -> None:
+        """Free the weights of the blocks that these servers no longer serve. A server that is lost is skipped."""
+        with self._arranging, self.crew.working():
+            for member in self.crew.there:
+                if member.name in workers:
+                    with contextlib.suppress(Gone):
+                        self.crew.ask(member, "unload", list(member.blocks))
+
+    def kill(self, worker: str) -> None:
+        """Kill a worker with SIGKILL, without waiting; a worker on another host kills itself.
+
+        Raises UsageError if it serves no blocks, is gone already, or is the process of the placer.
+        """
+        with self.crew.working():
+            name, incarnation = worker, self.crew.member(worker).incarnation
+            if (record := self._agent.member(incarnation)) is None:
+                raise UsageError(f"{name} is gone already")
+            here = record.host == self._agent.me.host
+            if here and record.pid == os.getpid():
+                raise UsageError(f"{name} is this process: call leave({name!r}) to take it out of the swarm")
+            self._journal.tell(f"{name} is killed")
+            if here:
+                os.kill(record.pid, signal.SIGKILL)
+            else:
+                api.rpc_async(name, _die)
+
+    def close(self) -> None:
+        """Release all servers, so that their workers free blocks and caches, and remove the file of weights.
+
+        A second call does nothing.
+        """
+        self._agent.named.withdraw(self._facts.source.name)
+        self._agent.named.withdraw(self.address.name)
+        for entry in self._directory.all():
+            if entry.state not in ("offline", "gone"):
+                self._release(entry)  # before the state changes, so that a second call repeats it after an interrupt
+                self._directory.change(entry, lambda now: now.rested("offline"))
+        self._weights.cleanup()
+
+
+def _die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)  # runs on the worker that `Placer.kill` kills
