@@ -513,6 +513,7 @@ def make(weights):
 def default(x, weights=torch.zeros(1 << 19), rate=0): return weights
 def keyword(*, weights=torch.zeros(1 << 19)): return weights
 def plain(weights, x): return weights
+def many(first, *rest): return rest
 lambdas = [lambda weights=torch.zeros(1 << 19): weights]
 """
 
@@ -524,7 +525,8 @@ lambdas = [lambda weights=torch.zeros(1 << 19): weights]
         ("default", "default uses the default argument 'weights' of"),
         ("keyword", "keyword uses the default argument 'weights' of"),
         ("lambdas[0]", "<lambda> uses the default argument 'weights' of"),
-        ("functools.partial(plain, torch.zeros(1 << 19))", r"partial\(plain\) uses the argument 'args\[0\]' of"),
+        ("functools.partial(plain, torch.zeros(1 << 19))", r"partial\(plain\) uses the argument 'weights' of"),
+        ("functools.partial(many, 1, torch.zeros(1 << 19))", r"partial\(many\) uses the argument 'args\[1\]' of"),
         ("functools.partial(plain, x=torch.zeros(1 << 19))", r"partial\(plain\) uses the argument 'x' of"),
         ("functools.partial(max, torch.zeros(1 << 19))", r"partial\(max\) uses the argument 'args\[0\]' of"),
     ],

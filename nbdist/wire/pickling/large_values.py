@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import inspect
 import sys
 import types
 import warnings
@@ -36,7 +38,9 @@ def warn_of_large_values(function: types.FunctionType | functools.partial[Any]) 
 def _carried(function: types.FunctionType | functools.partial[Any]) -> Iterator[tuple[str, str, Any]]:
     """Yield the values that travel with a function: the kind of each, its name and the value."""
     if isinstance(function, functools.partial):
-        yield from (("argument", f"args[{number}]", value) for number, value in enumerate(function.args))
+        for number, value in enumerate(function.args):
+            if _size(value) > _LARGE_BYTES:  # else its name is not needed, for which the signature is read
+                yield "argument", _parameter(function.func, number), value
         yield from (("argument", name, value) for name, value in function.keywords.items())
         return
     code = function.__code__
@@ -48,6 +52,14 @@ def _carried(function: types.FunctionType | functools.partial[Any]) -> Iterator[
     own = zip(reversed(code.co_varnames[: code.co_argcount]), reversed(function.__defaults__ or ()), strict=False)
     for name, value in [*own, *(function.__kwdefaults__ or {}).items()]:
         yield "default argument", name, value
+
+
+def _parameter(function: Any, number: int) -> str:
+    """Return the name of a function's positional parameter; ``args[1]`` if it is not known."""
+    with contextlib.suppress(Exception):  # a function of C; one of ``*args``; whatever a `__signature__` raises
+        parameters = inspect.signature(function).parameters.values()
+        return [each.name for each in parameters if each.kind <= each.POSITIONAL_OR_KEYWORD][number]
+    return f"args[{number}]"
 
 
 def _size(value: Any, depth: int = 2) -> int:
