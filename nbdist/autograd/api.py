@@ -187,6 +187,7 @@ def current_id() -> int:
     if found is None:
         raise UsageError(
             "this thread is in no autograd context: call this inside of `with dist_autograd.context() as context_id:`"
+            f"{recorder().contexts.of_others}"
         )
     return found.id
 

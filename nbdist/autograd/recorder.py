@@ -19,6 +19,7 @@ who of them gets which message that arrives, and ends what a lost worker has beg
 from __future__ import annotations
 
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -124,6 +125,7 @@ class Recorder:
         lines = any([lines, *[wants_lines() for _, wants_lines in watchers]])  # each must be asked: no generator
         context = self.contexts.new(lines=lines, check=check)
         self.contexts.here.context = context
+        context.thread = threading.current_thread().name
         if lines or check:
             context.noting = self.transport.noting(context)
             context.noting.__enter__()
@@ -226,7 +228,7 @@ class Recorder:
         """Return the function that gives the tensors of a message their receive nodes, when they have been decoded."""
 
         def attach(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-            end = Received(recording.message, sender, function)
+            end = Received(recording.message, sender, function, context.id, context.thread)
             made = edges.receive(end, tensors)
             # The condition of `looks`, written out: this runs for each message, and a call costs time.
             if context.lines or context.watching is not None or context.watch is not None:
@@ -274,7 +276,8 @@ class Recorder:
         self._warned.add(place)
         warnings.warn(
             f"{function} on {worker} is given a tensor that requires grad, outside of a distributed autograd context: "
-            f"no gradient will come back. Call it inside of `with dist_autograd.context():`, or send tensor.detach()",
+            f"no gradient will come back. Call it inside of `with dist_autograd.context():`, or send "
+            f"tensor.detach(){self.contexts.of_others}",
             stacklevel=level,
         )
 

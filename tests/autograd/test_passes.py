@@ -657,3 +657,36 @@ def test_a_worker_lost_during_a_pass_fails_it_by_name():
                 context_id.backward(loss)
             context_id.backward(rpc.rpc_sync("worker1", twice, args=(x,)).sum())
             assert torch.equal(context_id.gradients()[x], tensor(2.0))
+
+
+# --- in another thread than that of the context ----------------------------------------------------
+
+
+def test_a_thread_in_no_context_is_told_of_the_contexts_of_others(world):
+    said = []
+
+    def outside():
+        world[0].activate().__enter__()
+        with pytest.warns(UserWarning, match="no gradient will come back") as warned:
+            rpc.rpc_sync("worker1", twice, args=(x,))
+        said.append(str(warned[0].message))
+        for run in (lambda: dist_autograd.backward([received.sum()]), received.sum().backward):
+            with pytest.raises(nbdist.UsageError) as raised:
+                run()
+            said.append(str(raised.value))
+        dist_autograd.backward(context_id, [received.sum()])  # the id is enough
+
+    with dist_autograd.context() as context_id:
+        x = tensor(1.0)
+        received = rpc.rpc_sync("worker1", twice, args=(x,))
+        thread = threading.Thread(target=outside, name="other")
+        thread.start()
+        thread.join()
+        assert dist_autograd.get_gradients(context_id)[x].item() == 2.0
+    opened = f"thread 'MainThread' has opened context {context_id}; this thread, 'other', is in no context"
+    assert opened in said[0]
+    assert opened in said[1]
+    assert f"(twice) in context {context_id}, which thread 'MainThread' has opened" in said[2]
+    with pytest.raises(nbdist.UsageError) as raised:
+        dist_autograd.get_gradients()
+    assert str(raised.value).endswith("as context_id:`"), "there is no other"

@@ -118,10 +118,12 @@ class Received:
     looked_at = False  # True if the tensors were searched for NaN and Inf when they arrived, as in a watched context
     spoilt: frozenset[int] = frozenset()  # the indices of the tensors that held one then, if `looked_at`
 
-    def __init__(self, message: int, peer: int, function: str) -> None:
+    def __init__(self, message: int, peer: int, function: str, context: int = 0, thread: str = "") -> None:
         self.message = message
         self.peer = peer
         self.function = function
+        self.context = context  # its id; and the name of the thread that has opened it, if that is one of this worker's
+        self.thread = thread
         # Of each tensor of the message, in the order in which they were sent.
         self.like: list[tuple[torch.Size, torch.dtype, torch.device]] = []
         # Weak, because each receive node refers to this object: a cycle through torch's nodes would never be freed.
@@ -166,9 +168,11 @@ def _make_receive_node(
 def _run_receive_node(ctx: Any, *gradients: torch.Tensor | None) -> tuple[None, None, None, None]:
     part: RunningPart | None = thread_value(_PART) if thread_has(_PART) else None
     if part is None:
+        end = ctx.end
+        whose = f", which thread {end.thread!r} has opened" if end.thread else ""
         raise UsageError(
-            f"this pass has come to a tensor that was received from another worker ({ctx.end.function}), and a "
-            f"local backward() or autograd.grad() cannot go on there: write "
+            f"this pass has come to a tensor that was received from another worker ({end.function}) in context "
+            f"{end.context}{whose}, and a local backward() or autograd.grad() cannot go on there: write "
             f"`dist_autograd.backward(context_id, [loss])` inside of the `with dist_autograd.context() as context_id:`"
         )
     part.cross(ctx.end, ctx.first, gradients)

@@ -92,6 +92,15 @@ class Contexts:
         finally:
             self.here.context = before
 
+    @property
+    def of_others(self) -> str:
+        """Words on the contexts that other threads have opened, for an error in a thread that is in none, or ""."""
+        opened = [f"thread {each.thread!r} has opened context {each.id}" for each in self.all() if each.thread]
+        if not opened or self.current is not None:
+            return ""
+        me = threading.current_thread().name
+        return f". {', '.join(opened)}; this thread, {me!r}, is in no context, and its calls are not recorded in any"
+
     # -- life ---------------------------------------------------------------------------------
 
     def new(self, *, lines: bool = False, check: bool = False) -> Context:
