@@ -8,6 +8,7 @@
 `walk`          goes over torch's graph, node by node
 `numbers`       the numbers by which nodes are shown
 `saved`         reads the tensors that nodes have saved
+`hooks`         the user's hooks on a node, and what a checkpoint computes again
 `origins`       which module and which line made a node
 `countdown`     keeps an engine call going until nodes on all devices have run
 `forward_nans`  the operation that made the first NaN of a forward pass

@@ -24,6 +24,7 @@ from torch.overrides import TorchFunctionMode
 
 from nbdist.autograd.graph.edges import Node
 from nbdist.autograd.graph.forward_nans import NanCheck, tensors_in
+from nbdist.autograd.graph.hooks import HOOKS_KEY
 from nbdist.autograd.graph.origins import ORIGIN_KEY, NodeOrigin, users_line
 from nbdist.autograd.graph.parameters import walk
 from nbdist.torch_private import function_modes, no_torch_function, pop_function_mode, push_function_mode
@@ -71,6 +72,7 @@ class _ProcessHooks:
                 Function.apply = _plain_apply
 
 
+_register_hook = torch.Tensor.register_hook  # torch tells nobody which hooks a tensor has that somebody let go of
 _plain_apply: Any = vars(torch.autograd.Function)["apply"]
 Function: Any = torch.autograd.Function
 _process_hooks = _ProcessHooks()
@@ -240,6 +242,8 @@ def _call_and_note(func: Any, args: Any, kwargs: Any) -> Any:
     _note_older(args, kwargs)
     result = func(*args, **kwargs)
     _note_made((result, *args[:1]))
+    if func is _register_hook and args[0].grad_fn is not None:
+        args[0].grad_fn.metadata.setdefault(HOOKS_KEY, []).append(result)
     return result
 
 

@@ -66,6 +66,12 @@ def names_of(leaves: Iterable[torch.Tensor]) -> dict[int, ParameterName]:
     return {id(leaf): ParameterName(variables[id(leaf)]) for leaf in leaves if id(leaf) in variables} | found
 
 
+def root_of(parameter: torch.Tensor) -> Any:
+    """Return the outermost module that holds a parameter, if `names_of` has named it and that is still so; or None."""
+    known = _known.get(id(parameter))
+    return known.root() if known is not None and known.root is not None and _is_known(parameter) else None
+
+
 def _is_known(parameter: torch.Tensor) -> bool:
     """Return whether the name of a parameter is known, and its module still has the parameter in that place."""
     known = _known.get(id(parameter))
@@ -92,7 +98,7 @@ _PART_TYPES = (dict, type(torch.nn.Module()._modules))  # in which torch keeps t
 
 def _scan(parameters: Iterable[torch.Tensor]) -> None:
     """Find the modules of this process, and remember what they call these parameters; the lock is held."""
-    modules = list({id(module): module for module in _modules()}.values())
+    modules = list({id(module): module for module in instances(torch.nn.Module)}.values())
     inner = {id(child) for module in modules for child in _part(module, "_modules").values()}
     wanted = {id(parameter): parameter for parameter in parameters}
     found: dict[int, tuple[tuple[int, str, tuple[str, ...]], _Known]] = {}
@@ -117,9 +123,9 @@ def _scan(parameters: Iterable[torch.Tensor]) -> None:
         _known[key] = found[key][1] if key in found else _Known(weakref.ref(parameter), None, ())
 
 
-def _modules() -> Iterator[Any]:
-    """Yield every module that the garbage collector knows, or that is a variable of an imported file; some twice."""
-    kinds = {id(kind) for kind in _subclasses(torch.nn.Module)}  # by `id`, because a metaclass may define ``==``
+def instances(kind: type) -> Iterator[Any]:
+    """Yield every object of a kind that the garbage collector or an imported file has; some twice."""
+    kinds = {id(each) for each in _subclasses(kind)}  # by `id`, because a metaclass may define ``==``
     everything = gc.get_objects()
     # In chunks, between which other threads run, and without bytecode for each object, which takes half the time.
     for start in range(0, len(everything), _CHUNK):

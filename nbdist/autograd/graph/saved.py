@@ -22,6 +22,7 @@ class Saved(NamedTuple):
     tensor: torch.Tensor | None  # None if hooks have packed it into something else
     data: Any  # the tensor, or what hooks have packed it into
     packed: bool  # by hooks for saved tensors: to unpack it would call the user's code, or a checkpoint's
+    unpack: Any = None  # the hook that would be called
 
 
 def saved_by(node: Node) -> list[Saved]:
@@ -44,7 +45,8 @@ def saved_by(node: Node) -> list[Saved]:
             with contextlib.suppress(RuntimeError, AttributeError):  # there is none, or a pass has freed it
                 data = each.data
                 tensor = data if issubclass(type(data), torch.Tensor) else None
-                packed = getattr(each, "unpack_hook", None) is not None or (tensor is None and data is not None)
+                unpack = getattr(each, "unpack_hook", None)
+                packed = unpack is not None or (tensor is None and data is not None)
                 if tensor is not None or packed:
-                    found.append(Saved(name.removeprefix(_RAW), tensor, data, packed))
+                    found.append(Saved(name.removeprefix(_RAW), tensor, data, packed, unpack))
     return found

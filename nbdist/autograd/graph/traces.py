@@ -9,6 +9,7 @@ from typing import Any
 
 from nbdist import registry
 from nbdist.autograd.graph.events import Key, Pass
+from nbdist.autograd.graph.hooks import Note
 from nbdist.autograd.graph.messages import Mode
 from nbdist.autograd.graph.origins import NodeOrigin
 
@@ -39,6 +40,8 @@ class NodeInfo:
     """For a leaf: the parameter's path in its outermost module, `fc1.weight`, or a variable's name in `__main__`."""
     parameter_of: str | None = None
     """For a parameter: its module, as the class of the outermost module and a path, `Net.fc1`."""
+    notes: tuple[Note, ...] = ()
+    """Hooks of yours that run with the node, and so on: each as a word for the picture, and a sentence."""
 
     @property
     def module(self) -> str | None:

@@ -45,7 +45,13 @@ _STATES = {
     "done": ("done", "#a9d8b8", "#2f855a"),
     "partly": ("partly done", "#fff", "#2f855a"),
 }
-_MESSAGE, _PATH, _ROOT, _BAD, _HALTED = "#d97706", "#8b5cf6", "#15803d", "#c53030", "#c53030"
+_MESSAGE, _PATH, _ROOT, _BAD, _HALTED, _NOTE = "#d97706", "#8b5cf6", "#15803d", "#c53030", "#c53030", "#475569"
+# By the word of a note on a node: its words in the legend.
+_NOTES = {
+    "hook": "calls a hook of yours",
+    "again": "a checkpoint computes its values again",
+    "unowned": "belongs to no optimizer",
+}
 
 Tag = tuple[str, str, str]
 """A small field at the right end of a box: its text, the colour of its background, the colour of its letters."""
@@ -260,6 +266,9 @@ class _Drawing:
             found.append(("NaN", _BAD, "#fff"))
         if marks.failed in box.keys:
             found.append(("failed", _BAD, "#fff"))
+        if self.has_pass:
+            words = dict.fromkeys(word for key in box.keys for word, _ in self.nodes[key].notes)
+            found += [(word, _NOTE, "#fff") for word in words]
         return found
 
     def _box(self, box: Box) -> str:
@@ -292,7 +301,7 @@ class _Drawing:
         if node.message is not None:
             edge = self.edges.get(node.message)
             lines[0] += f", from {edge.sender}, with a call of {edge.function}" if edge is not None else ""
-        lines += [more for more in (node.module, node.line) if more]
+        lines += [more for more in (node.module, node.line, *(told for _, told in node.notes)) if more]
         told = f"; {self._words_on_part(box.key)}" if self.has_pass else ""
         lines.append(f"node {node.number} of {box.worker}{told}")
         return "\n".join(lines)
@@ -374,6 +383,10 @@ class _Drawing:
             (marks.path, "critical path", _sample_line(_PATH), 18.0),
             ("NaN" in tags, "the first NaN or Inf", _sample_tag("NaN", _BAD, "#fff"), 28.0),
             ("failed" in tags, "has failed", _sample_tag("failed", _BAD, "#fff"), 36.0),
+            *(
+                (word in tags, told, _sample_tag(word, _NOTE, "#fff"), _width(word) + 6)
+                for word, told in _NOTES.items()
+            ),
             (True, self.way, "", 0.0),
         )
         return found + [(text, sample, width) for is_shown, text, sample, width in further if is_shown]

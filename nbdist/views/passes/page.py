@@ -36,6 +36,7 @@ def outline(found: Backward) -> dict[str, Any]:
             "line": node.line or "",
             "shape": f"{node.dtype}{list(node.shape)}" if node.shape is not None else "",
             "waits": found.plan.waits_for.get(key, 0),
+            "notes": node.notes,
         }
         for key, node in found.nodes.items()
     ]

@@ -244,15 +244,15 @@ function render({ model, el }) {
     parts.made.forEach(({ box, group, below, kind, title }, index) => {
       const state = stateOf(box, snapshot);
       const own = box.nodes.map((index) => snapshot.nodes[index]);
-      const marks = [own.some((one) => one.bad) && "bad", own.some((one) => one.path) && snapshot.over && "path"];
+      const marks = [own.some((one) => one.bad) && "bad", own.some((one) => one.path) && snapshot.over && "path", own.some((one) => one.notes.length) && "noted"];
       const isChosen = !box.group && box.nodes[0] === chosen;
       const name = ["node", kind, state, painted[index].name, ...marks, isChosen && "chosen"].filter(Boolean).join(" ");
       if (group.getAttribute("class") !== name) group.setAttribute("class", name);
       const text = painted[index].text ?? count(box, snapshot);
       const [node] = own;
-      const full = box.group ?? node.name; // of a parameter, its own name
       const waits = !box.group && node.for.length ? `, waits for ${node.for.join(", ")}` : "";
-      const said = `${full} on ${snapshot.workers[box.w]}, ${state}, ${text}${waits}`;
+      const notes = box.group ? [] : node.notes.map(([, told]) => `, ${told}`);
+      const said = `${box.group ?? node.name} on ${snapshot.workers[box.w]}, ${state}, ${text}${waits}${notes.join("")}`;
       if (group.getAttribute("aria-label") !== said) {
         below.textContent = text;
         title.textContent = said;

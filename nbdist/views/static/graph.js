@@ -205,11 +205,11 @@ export function count(box, snapshot) {
 /** All that is known of a node, as rows of a name and of parts: texts, and links to nodes, `{ text, node }`. */
 export function details(snapshot, index) {
   const node = snapshot.nodes[index];
-  const worker = snapshot.workers[node.w];
-  const rows = [["node", [`${worker}:${node.n} ${node.name}`]]];
+  const rows = [["node", [`${snapshot.workers[node.w]}:${node.n} ${node.name}`]]];
   if (node.label) rows.push(["parameter", [node.label]]);
   if (node.module) rows.push(["module", [node.module]]);
   if (node.line) rows.push(["made by", [node.line]]);
+  for (const [word, told] of node.notes ?? []) rows.push([word, [told]]);
   if (node.shape) rows.push(["shape", [node.shape]]);
   rows.push(["state", [node.for.length ? `${node.state} for ${node.for.join(", ")}` : node.state]]);
   if (node.waits) rows.push(["gradients", [`${node.got} of ${node.waits} have come`]]);

@@ -1,0 +1,77 @@
+"""Finds what else runs with a node: hooks of the user's, and forward code that a checkpoint runs again."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import types
+from collections.abc import Iterator
+from typing import Any
+
+from torch.utils.hooks import BackwardHook
+
+from nbdist.autograd.graph.edges import Node
+from nbdist.autograd.graph.saved import saved_by
+from nbdist.autograd.graph.walk import ACCUMULATE
+from nbdist.code_places import is_users, shown_name
+
+Note = tuple[str, str]  # a word for a small field in a picture, and a sentence without its subject, the node
+HOOKS_KEY = (
+    "nbdist.hooks"  # in ``node.metadata``: the handles of hooks that were set on its tensors while lines were noted
+)
+
+
+def notes_on(node: Node, *, own: bool) -> tuple[Note, ...]:
+    """Return notes on what else runs with a node. Hooks on nodes are seen only of the thread's ``own`` next pass."""
+    saved = saved_by(node)
+    hooks = [each.unpack for each in saved]
+    for handle in node.metadata.get(HOOKS_KEY, ()):
+        hooks += (handle.hooks_dict_ref() or {}).values()
+    if type(node) is ACCUMULATE:
+        leaf = node.variable
+        hooks += [*(leaf._backward_hooks or {}).values(), *(leaf._post_accumulate_grad_hooks or {}).values()]
+    if own:
+        hooks += _set_on(node)
+    places = dict.fromkeys(filter(None, map(_place, hooks)))
+    notes = [("hook", f"calls a hook of yours, {place}") for place in places]
+    if any(type(each.data).__module__ == "torch.utils.checkpoint" for each in saved):
+        notes.append(("again", "needs values that a checkpoint computes again"))
+    return tuple(notes)
+
+
+def _set_on(node: Node) -> Iterator[Any]:
+    """Yield the hooks that are set on a node itself. Torch shows them only to who sets one."""
+    kind = type(node)
+    for set_hook in (kind.register_hook, kind.register_prehook):
+        handle = set_hook(node, _nothing)
+        hooks = handle.hooks_dict_ref()
+        handle.remove()
+        for hook in hooks.values():
+            yield hook
+            if getattr(hook, "__module__", None) == BackwardHook.__module__:
+                yield from _of_module(hook)
+
+
+def _nothing(*_: object) -> None: ...
+
+
+def _of_module(hook: Any) -> Iterator[Any]:
+    """Yield the full backward hooks that a hook of torch's calls, which is set on a node at one end of a module."""
+    for module in [cell.cell_contents for cell in hook.__closure__ or ()]:
+        if isinstance(module, BackwardHook):
+            at_outputs = hook.__qualname__.startswith(
+                f"{BackwardHook.__name__}.{BackwardHook.setup_output_hook.__name__}"
+            )
+            yield from module.user_pre_hooks if at_outputs else ()
+            yield from module.user_hooks if not at_outputs or module.input_tensors_index is None else ()
+
+
+def _place(hook: Any) -> str:
+    """Return the place of a hook that is the user's, ``In[3]:7``; else an empty string."""
+    while isinstance(hook, functools.partial | types.MethodType):
+        hook = hook.func if isinstance(hook, functools.partial) else hook.__func__
+    call: Any = inspect.unwrap(hook) if isinstance(hook, types.FunctionType) else vars(type(hook)).get("__call__")
+    code = getattr(call, "__code__", None)
+    if code is None or not is_users(code.co_filename):
+        return ""
+    return f"{shown_name(code.co_filename)}:{code.co_firstlineno}"
