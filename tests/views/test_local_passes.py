@@ -419,3 +419,234 @@ def test_noting_rests_and_wakes(cluster):
                 torch.set_default_device(None)
     lines = {node.name: node.line for node in watcher.backward.nodes.values()}
     assert lines["AddmmBackward0"].endswith("model(torch.ones(2, 3)).sum().backward()")
+
+
+def notes(watcher):
+    return {node.name: node.notes for node in watcher.backward.nodes.values() if node.notes}
+
+
+HOOKS = """
+import functools, torch
+from torch.utils.checkpoint import checkpoint
+def of_tensor(g): return g
+def of_node(*_): pass
+def before(*_): pass
+def of_leaf(scale, g): return g
+def after(p): pass
+def of_module(*_): pass
+def before_module(*_): pass
+class Callable:
+    def __call__(self, g): return g
+"""
+
+
+def at(text):
+    """The place of a function of `HOOKS`, as it is shown."""
+    [line] = [number for number, line in enumerate(HOOKS.splitlines(), 1) if text in line]
+    return ("hook", f"calls a hook of yours, hooks.py:{line}")
+
+
+@pytest.fixture
+def hooks(tmp_path):
+    file = tmp_path / "hooks.py"
+    file.write_text(HOOKS)
+    names = {}
+    exec(compile(HOOKS, str(file), "exec"), names)
+    return names
+
+
+def test_nodes_with_hooks_of_the_user_are_marked(cluster, hooks):
+    w = torch.ones(3, requires_grad=True)
+    w.register_hook(hooks["functools"].partial(hooks["of_leaf"], 2))
+    w.register_post_accumulate_grad_hook(hooks["after"])
+    with Watcher() as watcher:
+        y = w.exp()
+        y.register_hook(torch.no_grad()(hooks["of_tensor"]))
+        y.register_hook(hooks["Callable"]())
+        y.register_hook(hooks["before"]).remove()
+        y = y.sin()
+        y.grad_fn.register_hook(hooks["of_node"])
+        y = y.cos()
+        y.grad_fn.register_prehook(hooks["before"])
+        loss = y.sum()
+        del y
+        loss.backward()
+    assert notes(watcher) == {
+        "Tensor": (at("of_leaf("), at("after(")),
+        "ExpBackward0": (at("of_tensor("), at("__call__")),
+        "SinBackward0": (at("of_node("),),
+        "CosBackward0": (at("before("),),
+    }
+    drawn = report.as_html(watcher.backward, "")
+    assert "calls a hook of yours" in drawn
+
+
+def test_hooks_of_a_module_are_marked_where_they_run(cluster, hooks):
+    layer = torch.nn.Linear(3, 3)
+    layer.register_full_backward_hook(hooks["of_module"])
+    layer.register_full_backward_pre_hook(hooks["before_module"])
+    x = torch.ones(2, 3, requires_grad=True)
+    with Watcher() as watcher:
+        layer(x).sum().backward()
+    found = [node.notes for node in watcher.backward.nodes.values() if node.notes]
+    assert sorted(found) == sorted([(at("before_module("),), (at("of_module("),)])
+    with Watcher() as watcher, pytest.warns(UserWarning, match="no inputs require gradients"):  # both at the outputs
+        layer(torch.ones(2, 3)).sum().backward()
+    [(before, after)] = [node.notes for node in watcher.backward.nodes.values() if node.notes]
+    assert {before, after} == {at("of_module("), at("before_module(")}
+
+
+def test_what_a_checkpoint_computes_again_is_marked(cluster, hooks):
+    w = torch.ones(3, requires_grad=True)
+    again = (("again", "needs values that a checkpoint computes again"),)
+    with Watcher() as watcher:
+        y = hooks["checkpoint"](lambda x: x.exp().sin(), w, use_reentrant=False)
+        y.cos().sum().backward()
+    assert notes(watcher) == {"ExpBackward0": again, "SinBackward0": again}
+
+
+def test_a_hook_that_unpacks_saved_tensors_is_marked(cluster, hooks):
+    w = torch.ones(3, requires_grad=True)
+    with Watcher() as watcher:
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: x, hooks["of_tensor"]):
+            y = w.exp()
+        with torch.autograd.graph.save_on_cpu():  # torch's own, not the user's
+            y.sin().sum().backward()
+    assert notes(watcher) == {"ExpBackward0": (at("of_tensor("),)}
+
+
+def test_torchs_own_hooks_are_not_marked(cluster):
+    for model in ("ddp", "sharded"):
+        with Watcher() as watcher:
+            cluster.execute(STEP.format(model))
+        assert notes(watcher) == {}
+
+
+OWNED = """
+model.zero_grad()
+ddp.zero_grad()
+optimizer = torch.optim.SGD({0}, lr=0.1)
+loss = {1}(x).pow(2).mean()
+loss.backward()
+optimizer.step()
+"""
+
+
+def unowned(watcher):
+    return [line.strip() for line in told(watcher).splitlines() if "no optimizer" in line]
+
+
+@pytest.mark.parametrize("on", [(0, 1, 2), (1,)])
+def test_parameters_in_no_optimizer_are_told(cluster, on):
+    chosen = f"plain.first.parameters() if rank in {on} else plain.parameters()"
+    with Watcher() as watcher:
+        cluster.execute("model = plain\n" + OWNED.format(chosen, "ddp"))
+    who = "worker0-2" if len(on) == 3 else "worker1"
+    assert unowned(watcher) == [
+        f"{who}: 2 parameters got a gradient and belong to no optimizer: module.last.bias, module.last.weight"
+    ]
+    marked = {(key[0], node.label) for key, node in watcher.backward.nodes.items() if node.notes}
+    assert {worker for worker, _ in marked} == {f"worker{rank}" for rank in on}
+
+
+def step_by_hand(model, loss):
+    loss.backward()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter -= 0.1 * parameter.grad
+
+
+def two_optimizers(model, loss):
+    """One of them is made after the pass, and let go of before the cell ends."""
+    loss.backward()
+    torch.optim.SGD(model[1].parameters(), lr=0.1).step()
+    OPTIMIZERS.append(torch.optim.Adam(model[0].parameters()))
+
+
+def one_for_each(model, loss):
+    """Each steps, and is gone, in a hook of its parameter."""
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda each: torch.optim.SGD([each], lr=0.1).step())
+    loss.backward()
+
+
+def copies_in_float32(model, loss):
+    """The optimizer has copies of the parameters in half precision, and the others themselves."""
+    model[0].to(torch.bfloat16)
+    OPTIMIZERS.append(torch.optim.SGD(model[1].parameters(), lr=0.1))
+    model[1](model[0](torch.ones(2, 3, dtype=torch.bfloat16)).float()).sum().backward()
+
+
+def with_a_group_that_comes_later(model, loss):
+    OPTIMIZERS.append(torch.optim.SGD(model[0].parameters(), lr=0.1))
+    loss.backward()
+    OPTIMIZERS[0].step()
+    OPTIMIZERS[0].add_param_group({"params": model[1].parameters()})
+
+
+OPTIMIZERS = []
+
+
+@pytest.mark.parametrize(
+    "train", [step_by_hand, two_optimizers, one_for_each, copies_in_float32, with_a_group_that_comes_later]
+)
+def test_of_no_healthy_program_it_is_said_that_no_optimizer_has_parameters(cluster, train):
+    model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 1))
+    with Watcher() as watcher:
+        train(model, model(torch.ones(2, 3)).sum())
+    assert watcher.state == "over"
+    assert unowned(watcher) == []
+    del OPTIMIZERS[:]
+
+
+MIXED = """
+mixed = Net()
+fully_shard(mixed.first, reshard_after_forward=False)
+mixed.first.set_reshard_after_backward(False)  # so the model keeps the gathered parameters, which no optimizer has
+"""
+
+
+@pytest.mark.parametrize("model", ["sharded", "mixed"])
+def test_of_fsdp2_nothing_is_said_of_optimizers(cluster, model):
+    cluster.execute(MIXED + f"optimizer = torch.optim.SGD({model}.parameters(), lr=0.1)")
+    with Watcher() as watcher:
+        cluster.execute(STEP.format(model))
+    assert unowned(watcher) == []
+
+
+def test_an_optimizer_in_parts_has_all_its_parameters(cluster):
+    with Watcher() as watcher:
+        cluster.execute(
+            "from torch.distributed.optim import ZeroRedundancyOptimizer\n"
+            "optimizer = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.SGD, lr=0.1)\n"
+            + STEP.format("ddp")
+            + "optimizer.step()"
+        )
+    assert unowned(watcher) == []
+
+
+def test_an_optimizer_of_an_earlier_cell_counts(cluster):
+    model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 1))
+    optimizer = torch.optim.SGD(model[0].parameters(), lr=0.1)
+    with Watcher() as watcher:
+        model(torch.ones(2, 3)).sum().backward()
+    assert unowned(watcher) == ["notebook: 2 parameters got a gradient and belong to no optimizer: 1.bias, 1.weight"]
+    optimizer.add_param_group({"params": model[1].parameters()})
+    with Watcher() as watcher:
+        model(torch.ones(2, 3)).sum().backward()
+    assert unowned(watcher) == []
+
+
+def test_the_death_of_a_worker_ends_its_share(cluster):
+    watcher = Watcher(paused=True)
+    with watcher:
+        cell = cluster.execute(
+            "import os\nw = torch.ones(3, requires_grad=True)\nw.exp().sum().backward()", block=False
+        )
+        wait_until(lambda: watcher.backward is not None and len(watcher.backward.plan.workers) == 3, "all workers")
+        os.kill(next(worker.pid for worker in cluster.workers if worker.name == "worker2"), signal.SIGKILL)
+        wait_until(lambda: any(worker.lost for worker in cluster.workers), "the news of its death")
+        watcher.run()
+        wait_for_error(cell)
+        wait_until(lambda: watcher.state in ("failed", "over"), "the end")
+    assert "worker2" in watcher.told()

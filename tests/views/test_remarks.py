@@ -256,3 +256,17 @@ def test_a_node_that_fails_is_told_and_marked():
     assert told(found)[0] == "the pass failed at Exp@worker1 (node 0)"
     assert ">failed<" in as_svg(found.plan.trace, report.marks_of(found))
     assert page.snapshot(found)["bad"] == list(found.nodes).index(("worker1", 0))
+
+
+def test_parameters_in_no_optimizer_are_told_if_they_got_a_gradient():
+    found = replicas()
+    for worker in ("worker0", "worker1"):
+        node = found.nodes[worker, 1]
+        object.__setattr__(node, "notes", (remarks.UNOWNED,))
+        object.__setattr__(node, "label", "head.weight" if worker == "worker0" else "body.weight")
+    done = found.after([*norms("worker0", 1.0, 2.0, 4.0), *norms("worker1", 1.0, 2.0, 0.5)])
+    said = "{}: 1 parameter got a gradient and belongs to no optimizer: {}"
+    assert told(done)[-2:] == [said.format("worker0", "head.weight"), said.format("worker1", "body.weight")]
+    assert remarks.remarks(done)[-2][1].node == ("worker0", 1)
+    assert ">unowned<" in as_svg(done.plan.trace, report.marks_of(done))
+    assert not any("optimizer" in each for each in told(found.after(norms("worker0", 1.0, 2.0, 4.0)[:2])))

@@ -8,6 +8,7 @@
 `page`         that data as JSON, for the live view
 `report`       the pass as text and as HTML
 `joint`        a local pass of each worker, as one
+`owners`       which parameters no optimizer has
 `local_scout`  finds the local passes of its process
 `scouts`       find passes and contexts of other workers
 `watching`     watches the passes that a cell begins

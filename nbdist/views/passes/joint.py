@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+from dataclasses import replace
+
 from nbdist.autograd.graph.messages import Head, PassId
 from nbdist.autograd.graph.traces import Plan, Trace
 from nbdist.autograd.passes.context import Context
 from nbdist.autograd.passes.observing import Observing
 from nbdist.autograd.watching.watcher import Watch
 from nbdist.views.passes.backward import Backward
+from nbdist.views.passes.remarks import UNOWNED
 
 
 class JointPass:
@@ -35,6 +39,18 @@ class JointPass:
     def show(self, plan: Plan) -> None:
         """Add the plan of a share."""
         self._plans.update(dict.fromkeys(plan.trace.nodes, plan))
+
+    @property
+    def workers(self) -> set[str]:
+        """The names of the workers with a share."""
+        return set(self._plans)
+
+    def mark_unowned(self, worker: str, numbers: Collection[int]) -> None:
+        """Note on these nodes of a worker that their parameters belong to no optimizer."""
+        nodes = self._plans[worker].trace.nodes
+        nodes[worker] = [
+            replace(node, notes=(*node.notes, UNOWNED)) if node.number in numbers else node for node in nodes[worker]
+        ]
 
     @property
     def lacks_plans(self) -> bool:

@@ -18,6 +18,7 @@ from nbdist.autograd.passes.context import Context
 from nbdist.autograd.passes.local_passes import local_passes
 from nbdist.autograd.recorder import Recorder
 from nbdist.autograd.watching.group_limits import GROUP_LIMITS
+from nbdist.views.passes.owners import Owners
 from nbdist.views.passes.pace import Pace
 
 FIRST = 3
@@ -55,6 +56,7 @@ class LocalScout:
         self._count = 0
         self._next = FIRST  # the number of the next pass to watch, or of one of the first
         self._lock = threading.Lock()
+        self._owners = Owners()
         self._forget_passes = local_passes.follow(self._look, self._wants_lines)
         self.hold(held)
 
@@ -68,6 +70,11 @@ class LocalScout:
         """End the work; a second call does nothing."""
         self._forget_passes()
         self.hold(False)
+        self._owners.close()
+
+    def unowned(self) -> dict[int, list[int]]:
+        """Return the nodes of parameters, by the last passes, that got a gradient and belong to no optimizer."""
+        return self._owners.unowned()
 
     def watch(self, number: int) -> None:
         """Watch the pass with this number, too."""
@@ -107,6 +114,7 @@ class LocalScout:
                 if context is not None:
                     context.numbers = NodeNumbers()
                     self._home.show(here.me, number, plan_local(context.numbers, roots))
+                    self._owners.add(number, context.numbers.of(context.numbers.all()))
         except BaseException:  # Ctrl-C, too
             self._give_up(number, context)
             raise
@@ -124,18 +132,18 @@ class LocalScout:
                 with here.passes.observing.observed_local(head, context, roots, ended):
                     yield
             finally:
-                self._forget(context)
+                self._drop(context)
 
         return observed()
 
     def _give_up(self, number: int, context: Context | None) -> None:
         """Tell the watcher that a share which it may await does not begin."""
         if context is not None:
-            self._forget(context)
+            self._drop(context)
         with self._recorder.contexts.outside():
             self._home.leave(self._recorder.me, number, "", 0)
 
-    def _forget(self, context: Context) -> None:
+    def _drop(self, context: Context) -> None:
         context.numbers = NodeNumbers()  # it keeps the nodes of the graph alive
         if context.maker != self._recorder.me:
             self._recorder.contexts.release(context.id, context.maker)

@@ -21,6 +21,9 @@ from nbdist.cluster.output.arranger import grouped, say_members
 from nbdist.views.drawing.folding import name_of
 from nbdist.views.passes.backward import Backward
 
+UNOWNED = "unowned", "belongs to no optimizer"
+"""The note on the node of a parameter that got a gradient, while an optimizer has others of its model."""
+
 _GROWTH_TOLD = 100.0  # by how much a gradient's norm must grow in one node to be told
 _SHRINKING_TOLD = 1e-6
 _NODES_NAMED = 12  # of a path: its two ends, and the nodes that took the longest
@@ -57,6 +60,7 @@ def remarks(found: Backward) -> list[Remark]:
         _largest(found),
         *_changes(found),
         *_replicas(found),
+        *_unowned(found),
     ]
     if found.plan.unused:
         count = len(found.plan.unused)
@@ -168,6 +172,20 @@ def _replicas(found: Backward) -> Iterator[Remark]:
             if len(same) > 1 and all(norm is not None and math.isfinite(norm) for norm in values) and any(values):
                 told = f"the gradients of {say_members(same)} have equal norms to the bit, at each node: they have "
                 yield (SentencePart(told + "computed the same, as if on the same data"),)
+
+
+def _unowned(found: Backward) -> Iterator[Remark]:
+    """Yield which parameters got a gradient and belong to no optimizer, once for workers with the same ones."""
+    marked = [key for key, node in found.nodes.items() if UNOWNED in node.notes and found.state_of(key) == "done"]
+    names = {key: name_of(found.nodes[key]) for key in marked}
+    of_worker = {w: sorted(keys, key=names.__getitem__) for w, keys in grouped(marked, lambda key: key[0]).items()}
+    for alike, workers in grouped(of_worker, lambda worker: tuple(map(names.get, of_worker[worker]))).items():
+        count, keys = counted(len(alike), "parameter"), of_worker[workers[0]][:_NODES_NAMED]
+        belong = plural(len(alike), "belongs", "belong")
+        made = [SentencePart(f"{say_members(workers)}: {count} got a gradient and {belong} to no optimizer: ")]
+        for key in keys:
+            made += [SentencePart(names[key], key), SentencePart(", ")]
+        yield *made[:-1], SentencePart(f" and {len(alike) - len(keys)} more" if len(keys) < len(alike) else "")
 
 
 def _named(found: Backward, key: Key) -> SentencePart:

@@ -39,7 +39,7 @@ from nbdist.autograd.passes.context import Context
 from nbdist.errors import NbdistError
 from nbdist.rpc.api import current_agent
 from nbdist.rpc.asking import WorkerAnswers, ask_each
-from nbdist.rpc.named import NamedObject
+from nbdist.rpc.named import NamedObject, call_method
 from nbdist.views.passes.local_scout import LocalHome, LocalScout
 from nbdist.views.passes.pace import Pace
 from nbdist.wire.messages import Record
@@ -119,6 +119,12 @@ class Scouts:
         """Tell all scouts to watch the local pass with this number, too. Does not wait for them."""
         self._tell(self._workers, "watch", number)
 
+    def unowned(self, workers: Sequence[str]) -> dict[str, dict[int, list[int]]]:
+        """Return what `Owners` finds on these workers, without those that do not answer in time."""
+        calls = dict.fromkeys(workers, (f"scout {self._key}", "unowned"))
+        with self._contexts.outside():
+            return ask_each(self._agent, call_method, calls, timeout=_ANSWER_SECONDS, label="unowned").values
+
     def call_back(self) -> None:
         """Tell the scouts to report no more contexts. Does not wait for them; a second call does nothing."""
         self._listening.close()
@@ -183,7 +189,7 @@ class Scout:
         self._lock = threading.Lock()
         self._forget = self._recorder.when_opened(self._on_context, self._decide)
         self._heard = self._agent.on_lost(lambda lost, _: self.end() if lost.incarnation == home.incarnation else None)
-        self._agent.named.publish(f"scout {key}", self, "hold", "watch", "end")
+        self._agent.named.publish(f"scout {key}", self, "hold", "watch", "unowned", "end")
 
     def hold(self, version: int, held: bool) -> None:
         """Pause every pass before its first node, or stop that. The call with the last version counts."""
@@ -194,6 +200,10 @@ class Scout:
     def watch(self, number: int) -> None:
         """Watch the local pass with this number, too."""
         self._local.watch(number)
+
+    def unowned(self) -> dict[int, list[int]]:
+        """Return the nodes of parameters that belong to no optimizer."""
+        return self._local.unowned()
 
     # What the local scout asks of its `LocalHome`.
 

@@ -57,6 +57,7 @@ from nbdist.views.passes import page, report
 from nbdist.views.passes.backward import Backward
 from nbdist.views.passes.joint import JointPass
 from nbdist.views.passes.local_scout import FIRST, LocalScout
+from nbdist.views.passes.owners import PASSES_KEPT
 from nbdist.views.passes.pace import Pace
 from nbdist.views.passes.scouts import Scouts
 
@@ -67,8 +68,6 @@ _NOTHING = (
     " without a pass to show: no worker began a `backward()`, a pass by dist_autograd or a step of a pipeline in the "
     "cell. What autograd.grad computes is not shown"
 )
-
-_JOINT_PASSES_KEPT = 8
 
 _cells: WeakValueDictionary[int, Watcher] = WeakValueDictionary()  # by the ident of the thread that runs the cell
 
@@ -152,7 +151,27 @@ class Watcher:
         with blocking_wait(), self._changed:
             if error is None and self._watch is not None:
                 self._changed.wait_for(self._is_complete, _LAST_REPORTS_SECONDS)
-        self.close()
+        try:
+            with contextlib.suppress(Exception):  # a remark must not fail the user's cell
+                if error is None:
+                    self._mark_unowned()
+        finally:
+            self.close()
+
+    def _mark_unowned(self) -> None:
+        """Mark the parameters of local passes that belong to no optimizer, also to none made after the passes."""
+        with self._changed:
+            joints = dict(self._joint)
+        me, workers = self._recorder.transport.name, set[str]().union(*(joint.workers for joint in joints.values()))
+        if not workers or self._scouts is None or self._local is None:
+            return
+        unowned = {me: self._local.unowned(), **self._scouts.unowned(sorted(workers - {me}))}
+        with self._changed:
+            for joint in joints.values():
+                for worker in joint.workers & unowned.keys():
+                    joint.mark_unowned(worker, unowned[worker].get(joint.id.number, ()))
+                if joint.watch is self._watch and joint.workers:
+                    self._pass = joint.backward(self._names())
 
     def _is_complete(self) -> bool:
         has_plans = not any(joint.lacks_plans for joint in self._joint.values())
@@ -567,7 +586,7 @@ class Watcher:
 
     def _drop_oldest(self) -> None:
         """Drop the oldest joint pass that is over, if there are too many; the caller holds the lock."""
-        kept = self._joint if len(self._joint) >= _JOINT_PASSES_KEPT else {}
+        kept = self._joint if len(self._joint) >= PASSES_KEPT else {}
         number = next(
             (number for number, each in kept.items() if not each.running and each.watch is not self._watch), 0
         )
