@@ -15,7 +15,7 @@ import torch
 
 from nbdist.autograd import api
 from nbdist.autograd.graph.edges import RECEIVE, EdgeSlot, GraphEdge, Node
-from nbdist.autograd.graph.hooks import Note, notes_on
+from nbdist.autograd.graph.hooks import notes_on
 from nbdist.autograd.graph.messages import Mode
 from nbdist.autograd.graph.noting import why_no_line
 from nbdist.autograd.graph.numbers import NodeNumbers
@@ -181,27 +181,24 @@ def local_nodes(context_id: int, starts: Sequence[GraphEdge] = ()) -> tuple[list
 
 
 def _describe_all(numbers: dict[Node, int], *, own: bool = False) -> list[NodeInfo]:
-    """Describe nodes, in their order; if they are the ``own`` ones of the thread's next pass, with all their hooks."""
     names = names_of(node.variable for node in numbers if type(node) is ACCUMULATE)
-    ordered = sorted(numbers, key=numbers.__getitem__)
-    return [_describe(node, numbers, names, notes_on(node, own=own)) for node in ordered]
+    return [_describe(node, numbers, names, own) for node in sorted(numbers, key=numbers.__getitem__)]
 
 
-def _describe(
-    node: Node, numbers: dict[Node, int], names: dict[int, ParameterName], notes: tuple[Note, ...]
-) -> NodeInfo:
+def _describe(node: Node, numbers: dict[Node, int], names: dict[int, ParameterName], own: bool) -> NodeInfo:
     kind, number = type(node), numbers[node]
     if kind is ACCUMULATE:
         leaf = node.variable
         label, holder = names.get(id(leaf), (None, None))
         kept = type(leaf).__name__, "leaf", *_shape_and_dtype(leaf)
-        return NodeInfo(number, *kept, inputs=(), label=label, parameter_of=holder, notes=notes)
+        return NodeInfo(number, *kept, inputs=(), label=label, parameter_of=holder, notes=notes_on(node, own=own))
     name = kind.name(node)
     shape, dtype = _shape_and_dtype(node._input_metadata[0]) if node._input_metadata else (None, None)
     if kind is RECEIVE:
         made = range(node.first, node.first + len(node._input_metadata))  # the indices of its tensors in the message
         return NodeInfo(number, name, "receive", shape, dtype, (), node.end.message, tuple(made))
     inputs = tuple(numbers[to] for to, _ in node.next_functions if to is not None)
+    notes = notes_on(node, own=own)
     return NodeInfo(number, name, "operation", shape, dtype, inputs, origin=origin_of(node), notes=notes)
 
 

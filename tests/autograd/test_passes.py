@@ -683,7 +683,7 @@ def test_a_thread_in_no_context_is_told_of_the_contexts_of_others(world):
         thread.start()
         thread.join()
         assert dist_autograd.get_gradients(context_id)[x].item() == 2.0
-    opened = f"thread 'MainThread' has opened context {context_id}; this thread, 'other', is in no context"
+    opened = f"thread 'MainThread' has opened context {context_id}, and this thread, 'other', is in none"
     assert opened in said[0]
     assert opened in said[1]
     assert f"(twice) in context {context_id}, which thread 'MainThread' has opened" in said[2]

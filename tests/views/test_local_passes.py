@@ -4,6 +4,7 @@ import os
 import signal
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -187,15 +188,67 @@ def test_a_pass_of_the_notebook(cluster):
     assert torch.allclose(w.grad, 2 * torch.exp(torch.full((3,), 2.0)))
 
 
-def test_a_pass_of_another_thread(cluster):
-    def compute():
-        torch.ones(3, requires_grad=True).exp().sum().backward()
+def compute():
+    torch.nn.Linear(3, 1)(torch.ones(2, 3)).sum().backward()  # this line
 
+
+class Computing(threading.Thread):
+    def run(self):
+        compute()
+
+
+def in_a_pool(then):
+    with ThreadPoolExecutor() as pool:
+        pool.submit(then).result()
+
+
+def in_a_thread(then):
+    thread = threading.Thread(target=then)
+    thread.start()
+    thread.join()
+
+
+def in_a_thread_of_a_thread():
+    in_a_thread(lambda: in_a_thread(compute))
+
+
+@pytest.mark.parametrize(
+    "begin",
+    [lambda: in_a_thread(compute), lambda: in_a_pool(compute), in_a_thread_of_a_thread, lambda: Computing().start()],
+    ids=["thread", "pool", "thread of a thread", "class"],
+)
+def test_lines_are_noted_in_threads_that_the_cell_starts(cluster, begin):
     with Watcher() as watcher:
-        thread = threading.Thread(target=compute)
+        begin()
+        wait_until(lambda: watcher.state == "over", "the pass")
+    [node] = [node for node in watcher.backward.nodes.values() if node.name == "AddmmBackward0"]
+    assert node.module == "Linear"
+    assert node.line.endswith("# this line")
+
+
+def test_a_thread_that_outlives_its_cell_notes_no_more(cluster):
+    go_on, modes = threading.Event(), []
+
+    def stay():
+        compute()
+        go_on.wait()
+        y = torch.ones(3, requires_grad=True).exp()
+        modes.append(y.grad_fn.metadata)
+
+    thread = threading.Thread(target=stay)
+    with Watcher() as watcher:
         thread.start()
-        thread.join()
-    assert watcher.state == "over"
+        wait_until(lambda: watcher.state == "over", "the pass")
+    assert not torch.nn.modules.module._global_forward_hooks
+    go_on.set()
+    thread.join()
+    assert modes == [{}]
+
+
+def test_a_thread_that_no_watched_cell_starts_notes_nothing(cluster):
+    found = []
+    in_a_thread(lambda: found.append(torch.ones(3, requires_grad=True).exp().grad_fn.metadata))
+    assert found == [{}]
 
 
 def test_what_is_computed_in_a_compiled_model_is_one_node(cluster):

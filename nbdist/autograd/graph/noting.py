@@ -7,12 +7,15 @@ One mode of torch does two jobs: it notes lines, and it checks every operation f
     context(check="nan")  `noted` enters a `_Noting` mode   `NanCheck.after` reads what was returned
 
 Noting takes about 50 microseconds for each operation. So it happens only in contexts that ask for it, in the threads
-that run in such a context, on all workers, and in watched cells, for the passes that are watched.
+that run in such a context, on all workers, and in watched cells, for the passes that are watched; and in the threads
+that these start.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -27,6 +30,7 @@ from nbdist.autograd.graph.forward_nans import NanCheck, tensors_in
 from nbdist.autograd.graph.hooks import HOOKS_KEY
 from nbdist.autograd.graph.origins import ORIGIN_KEY, NodeOrigin, users_line
 from nbdist.autograd.graph.parameters import walk
+from nbdist.code_places import NBDIST
 from nbdist.torch_private import function_modes, no_torch_function, pop_function_mode, push_function_mode
 
 
@@ -73,8 +77,10 @@ class _ProcessHooks:
 
 
 _register_hook = torch.Tensor.register_hook  # torch tells nobody which hooks a tensor has that somebody let go of
+_plain_start = threading.Thread.start
 _plain_apply: Any = vars(torch.autograd.Function)["apply"]
 Function: Any = torch.autograd.Function
+Thread: Any = threading.Thread
 _process_hooks = _ProcessHooks()
 
 
@@ -108,15 +114,38 @@ def noted(
             _thread.checking = mode
         if lines:
             _thread.noting = mode
+            # For good, as others may replace it after us: it does nothing in a thread that notes no lines.
+            if Thread.start is _plain_start:
+                Thread.start = _start_and_note
         mode.__enter__()
         yield
     finally:
         mode.is_over = True
+        for block in mode.started:
+            block.close()
         if counted and not mode.is_resting:
             _process_hooks.use(-1)
         if threading.get_ident() == thread:  # another thread cannot take the mode off the first one's stack
             _leave(mode)
             _thread.modules, _thread.checking, _thread.noting = outer, checking, noting
+
+
+@functools.wraps(_plain_start)
+def _start_and_note(thread: Any) -> None:
+    noting = _thread.noting
+    if noting is not None and not noting.is_over and not sys._getframe(1).f_code.co_filename.startswith(NBDIST):
+        run, block = thread.run, contextlib.ExitStack()
+
+        def run_noted() -> None:
+            with block:
+                block.enter_context(noted(wanted=noting.is_wanted))
+                if noting.is_over:  # and may have closed the block before it was entered
+                    block.close()
+                run()
+
+        noting.started.append(block)
+        thread.run = run_noted
+    _plain_start(thread)
 
 
 def _rest() -> bool:
@@ -212,6 +241,7 @@ class _Noting(TorchFunctionMode):
 
     def __init__(self, lines: bool, check: NanCheck | None, wanted: Callable[[], bool]) -> None:
         super().__init__()
+        self.started: list[contextlib.ExitStack] = []  # the blocks of threads that this one has started
         self.check = check
         self._lines = lines
         self.is_wanted = wanted

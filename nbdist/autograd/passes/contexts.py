@@ -99,7 +99,7 @@ class Contexts:
         if not opened or self.current is not None:
             return ""
         me = threading.current_thread().name
-        return f". {', '.join(opened)}; this thread, {me!r}, is in no context, and its calls are not recorded in any"
+        return f"; {', '.join(opened)}, and this thread, {me!r}, is in none, so its calls are not recorded there"
 
     # -- life ---------------------------------------------------------------------------------
 

@@ -47,11 +47,7 @@ _STATES = {
 }
 _MESSAGE, _PATH, _ROOT, _BAD, _HALTED, _NOTE = "#d97706", "#8b5cf6", "#15803d", "#c53030", "#c53030", "#475569"
 # By the word of a note on a node: its words in the legend.
-_NOTES = {
-    "hook": "calls a hook of yours",
-    "again": "a checkpoint computes its values again",
-    "unowned": "belongs to no optimizer",
-}
+_NOTES = {"hook": "calls a hook of yours", "again": "a checkpoint runs it again", "unowned": "is in no optimizer"}
 
 Tag = tuple[str, str, str]
 """A small field at the right end of a box: its text, the colour of its background, the colour of its letters."""
@@ -267,8 +263,7 @@ class _Drawing:
         if marks.failed in box.keys:
             found.append(("failed", _BAD, "#fff"))
         if self.has_pass:
-            words = dict.fromkeys(word for key in box.keys for word, _ in self.nodes[key].notes)
-            found += [(word, _NOTE, "#fff") for word in words]
+            found += dict.fromkeys((word, _NOTE, "#fff") for key in box.keys for word, _ in self.nodes[key].notes)
         return found
 
     def _box(self, box: Box) -> str:
@@ -373,6 +368,9 @@ class _Drawing:
             if state in states:
                 found.append((meaning, _sample("operation", *colours, dashed=state == "waiting"), 16.0))
         in_vain = messages.intersection(marks.in_vain)
+        notes = (
+            (word in tags, told, _sample_tag(word, _NOTE, "#fff"), _width(word) + 6) for word, told in _NOTES.items()
+        )
         further = (
             (messages, "message between workers", _sample_line(_MESSAGE), 18.0),
             (any(text.isdigit() for text in tags), f"waits for n {what}", _sample_tag("n", "#fff", _INK), 12.0),
@@ -383,10 +381,7 @@ class _Drawing:
             (marks.path, "critical path", _sample_line(_PATH), 18.0),
             ("NaN" in tags, "the first NaN or Inf", _sample_tag("NaN", _BAD, "#fff"), 28.0),
             ("failed" in tags, "has failed", _sample_tag("failed", _BAD, "#fff"), 36.0),
-            *(
-                (word in tags, told, _sample_tag(word, _NOTE, "#fff"), _width(word) + 6)
-                for word, told in _NOTES.items()
-            ),
+            *notes,
             (True, self.way, "", 0.0),
         )
         return found + [(text, sample, width) for is_shown, text, sample, width in further if is_shown]

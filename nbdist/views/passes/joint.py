@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import replace
 
+from nbdist.autograd.graph.hooks import Note
 from nbdist.autograd.graph.messages import Head, PassId
 from nbdist.autograd.graph.traces import Plan, Trace
 from nbdist.autograd.passes.context import Context
 from nbdist.autograd.passes.observing import Observing
 from nbdist.autograd.watching.watcher import Watch
 from nbdist.views.passes.backward import Backward
-from nbdist.views.passes.remarks import UNOWNED
 
 
 class JointPass:
@@ -25,7 +25,7 @@ class JointPass:
         self.watch = watch
         self.id = PassId(context.maker, number)
         self._observing = observing
-        self._plans: dict[str, Plan] = {}  # by the worker's name
+        self.plans: dict[str, Plan] = {}  # by the worker's name
         self.running: set[int] = set()
         """The workers on which it runs, by incarnation."""
         self._batches: dict[int, int] = {}  # by worker: those that the watch must await
@@ -38,28 +38,23 @@ class JointPass:
 
     def show(self, plan: Plan) -> None:
         """Add the plan of a share."""
-        self._plans.update(dict.fromkeys(plan.trace.nodes, plan))
+        self.plans.update(dict.fromkeys(plan.trace.nodes, plan))
 
-    @property
-    def workers(self) -> set[str]:
-        """The names of the workers with a share."""
-        return set(self._plans)
-
-    def mark_unowned(self, worker: str, numbers: Collection[int]) -> None:
-        """Note on these nodes of a worker that their parameters belong to no optimizer."""
-        nodes = self._plans[worker].trace.nodes
+    def mark(self, worker: str, numbers: Collection[int], note: Note) -> None:
+        """Add a note to these nodes of a worker."""
+        nodes = self.plans[worker].trace.nodes
         nodes[worker] = [
-            replace(node, notes=(*node.notes, UNOWNED)) if node.number in numbers else node for node in nodes[worker]
+            replace(node, notes=(*node.notes, note)) if node.number in numbers else node for node in nodes[worker]
         ]
 
     @property
     def lacks_plans(self) -> bool:
         """True if the plan of a share has not come yet."""
-        return len(self._plans) < len(self.running | self._batches.keys())
+        return len(self.plans) < len(self.running | self._batches.keys())
 
     def backward(self, order: list[str]) -> Backward:
         """Return the plan of all shares, with the workers in this order."""
-        plans = {name: self._plans[name] for name in order if name in self._plans}
+        plans = {name: self.plans[name] for name in order if name in self.plans}
         trace = Trace(self.context.id, {name: plan.trace.nodes[name] for name, plan in plans.items()})
         roots = [key for plan in plans.values() for key in plan.roots]
         waits_for = {key: count for plan in plans.values() for key, count in plan.waits_for.items()}

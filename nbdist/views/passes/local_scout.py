@@ -56,7 +56,7 @@ class LocalScout:
         self._count = 0
         self._next = FIRST  # the number of the next pass to watch, or of one of the first
         self._lock = threading.Lock()
-        self._owners = Owners()
+        self.owners = Owners()
         self._forget_passes = local_passes.follow(self._look, self._wants_lines)
         self.hold(held)
 
@@ -70,11 +70,7 @@ class LocalScout:
         """End the work; a second call does nothing."""
         self._forget_passes()
         self.hold(False)
-        self._owners.close()
-
-    def unowned(self) -> dict[int, list[int]]:
-        """Return the nodes of parameters, by the last passes, that got a gradient and belong to no optimizer."""
-        return self._owners.unowned()
+        self.owners.close()
 
     def watch(self, number: int) -> None:
         """Watch the pass with this number, too."""
@@ -114,7 +110,7 @@ class LocalScout:
                 if context is not None:
                     context.numbers = NodeNumbers()
                     self._home.show(here.me, number, plan_local(context.numbers, roots))
-                    self._owners.add(number, context.numbers.of(context.numbers.all()))
+                    self.owners.add(number, context.numbers.of(context.numbers.all()))
         except BaseException:  # Ctrl-C, too
             self._give_up(number, context)
             raise

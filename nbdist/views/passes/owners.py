@@ -29,9 +29,7 @@ class Owners:
     def add(self, number: int, nodes: dict[Node, int]) -> None:
         """Note the leaves among the nodes of a pass, which have these numbers."""
         leaves = {at: weakref.ref(node.variable) for node, at in nodes.items() if type(node) is ACCUMULATE}
-        self._leaves[number] = leaves
-        if len(self._leaves) > PASSES_KEPT:
-            del self._leaves[min(self._leaves)]
+        self._leaves = dict([*self._leaves.items(), (number, leaves)][-PASSES_KEPT:])
 
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         self._stepped |= _parameters(optimizer)
@@ -51,12 +49,9 @@ def _unowned(leaves: dict[int, weakref.ref[torch.Tensor]], owned: Collection[int
         root = root_of(alive[alike[0]])
         missing = [number for number in alike if id(alive[number]) not in owned]
         # Of a model of FSDP2, the leaves are not the parameters that the optimizer has.
-        if root is not None and 0 < len(missing) < len(alike) and not _is_fully_sharded(root):
+        kinds = (kind.__name__ for _, module in walk(root) for kind in mro(type(module))) if root is not None else ()
+        if root is not None and 0 < len(missing) < len(alike) and "FSDPModule" not in kinds:
             yield from missing
-
-
-def _is_fully_sharded(root: torch.nn.Module) -> bool:
-    return any(kind.__name__ == "FSDPModule" for _, module in walk(root) for kind in mro(type(module)))
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> set[int]:

@@ -121,9 +121,9 @@ class Scouts:
 
     def unowned(self, workers: Sequence[str]) -> dict[str, dict[int, list[int]]]:
         """Return what `Owners` finds on these workers, without those that do not answer in time."""
-        calls = dict.fromkeys(workers, (f"scout {self._key}", "unowned"))
+        calls = dict.fromkeys(workers, (f"owners {self._key}", "unowned"))
         with self._contexts.outside():
-            return ask_each(self._agent, call_method, calls, timeout=_ANSWER_SECONDS, label="unowned").values
+            return ask_each(self._agent, call_method, calls, timeout=_ANSWER_SECONDS).values
 
     def call_back(self) -> None:
         """Tell the scouts to report no more contexts. Does not wait for them; a second call does nothing."""
@@ -189,7 +189,8 @@ class Scout:
         self._lock = threading.Lock()
         self._forget = self._recorder.when_opened(self._on_context, self._decide)
         self._heard = self._agent.on_lost(lambda lost, _: self.end() if lost.incarnation == home.incarnation else None)
-        self._agent.named.publish(f"scout {key}", self, "hold", "watch", "unowned", "end")
+        self._agent.named.publish(f"scout {key}", self, "hold", "watch", "end")
+        self._agent.named.publish(f"owners {key}", self._local.owners, "unowned")
 
     def hold(self, version: int, held: bool) -> None:
         """Pause every pass before its first node, or stop that. The call with the last version counts."""
@@ -200,10 +201,6 @@ class Scout:
     def watch(self, number: int) -> None:
         """Watch the local pass with this number, too."""
         self._local.watch(number)
-
-    def unowned(self) -> dict[int, list[int]]:
-        """Return the nodes of parameters that belong to no optimizer."""
-        return self._local.unowned()
 
     # What the local scout asks of its `LocalHome`.
 

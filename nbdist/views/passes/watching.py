@@ -59,6 +59,7 @@ from nbdist.views.passes.joint import JointPass
 from nbdist.views.passes.local_scout import FIRST, LocalScout
 from nbdist.views.passes.owners import PASSES_KEPT
 from nbdist.views.passes.pace import Pace
+from nbdist.views.passes.remarks import UNOWNED
 from nbdist.views.passes.scouts import Scouts
 
 T = TypeVar("T")
@@ -160,17 +161,16 @@ class Watcher:
 
     def _mark_unowned(self) -> None:
         """Mark the parameters of local passes that belong to no optimizer, also to none made after the passes."""
-        with self._changed:
-            joints = dict(self._joint)
-        me, workers = self._recorder.transport.name, set[str]().union(*(joint.workers for joint in joints.values()))
+        workers = {name for joint in list(self._joint.values()) for name in joint.plans}
         if not workers or self._scouts is None or self._local is None:
             return
-        unowned = {me: self._local.unowned(), **self._scouts.unowned(sorted(workers - {me}))}
+        me = self._recorder.transport.name
+        unowned = {me: self._local.owners.unowned(), **self._scouts.unowned(sorted(workers - {me}))}
         with self._changed:
-            for joint in joints.values():
-                for worker in joint.workers & unowned.keys():
-                    joint.mark_unowned(worker, unowned[worker].get(joint.id.number, ()))
-                if joint.watch is self._watch and joint.workers:
+            for number, joint in self._joint.items():
+                for name in joint.plans.keys() & unowned.keys():
+                    joint.mark(name, unowned[name].get(number, ()), UNOWNED)
+                if joint.watch is self._watch and joint.plans:
                     self._pass = joint.backward(self._names())
 
     def _is_complete(self) -> bool:
