@@ -17,7 +17,7 @@ from nbdist.autograd import api
 from nbdist.autograd.graph.edges import RECEIVE, EdgeSlot, GraphEdge, Node
 from nbdist.autograd.graph.hooks import notes_on
 from nbdist.autograd.graph.messages import Mode
-from nbdist.autograd.graph.noting import why_no_line
+from nbdist.autograd.graph.noting import may_have_hooks, why_no_line
 from nbdist.autograd.graph.numbers import NodeNumbers
 from nbdist.autograd.graph.origins import NodeOrigin, origin_of
 from nbdist.autograd.graph.parameters import ParameterName, names_of
@@ -182,7 +182,10 @@ def local_nodes(context_id: int, starts: Sequence[GraphEdge] = ()) -> tuple[list
 
 def _describe_all(numbers: dict[Node, int], *, own: bool = False) -> list[NodeInfo]:
     names = names_of(node.variable for node in numbers if type(node) is ACCUMULATE)
-    return [_describe(node, numbers, names, own) for node in sorted(numbers, key=numbers.__getitem__)]
+    return [
+        _describe(node, numbers, names, own and may_have_hooks(node))
+        for node in sorted(numbers, key=numbers.__getitem__)
+    ]
 
 
 def _describe(node: Node, numbers: dict[Node, int], names: dict[int, ParameterName], own: bool) -> NodeInfo:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 import types
 from collections.abc import Iterator
 from typing import Any
@@ -23,7 +24,8 @@ HOOKS_KEY = (
 
 def notes_on(node: Node, *, own: bool) -> tuple[Note, ...]:
     """Return notes on what else runs with a node. Hooks on nodes are seen only of the thread's ``own`` next pass."""
-    saved = saved_by(node)
+    # For a node without hooks 2 us, and 6 if it is its own: hooks are set then, to see others.
+    saved = [each for each in saved_by(node) if each.packed]
     hooks = [each.unpack for each in saved]
     for handle in node.metadata.get(HOOKS_KEY, ()):
         hooks += (handle.hooks_dict_ref() or {}).values()
@@ -31,7 +33,14 @@ def notes_on(node: Node, *, own: bool) -> tuple[Note, ...]:
         leaf = node.variable
         hooks += [*(leaf._backward_hooks or {}).values(), *(leaf._post_accumulate_grad_hooks or {}).values()]
     if own:
-        hooks += _set_on(node)
+        kind = type(node)
+        for handle in (kind.register_hook(node, _nothing), kind.register_prehook(node, _nothing)):
+            set_on_node = handle.hooks_dict_ref()
+            del set_on_node[handle.id]  # torch shows hooks only to who sets one
+            if set_on_node:
+                hooks += itertools.chain.from_iterable(map(_behind, set_on_node.values()))
+    if not hooks:
+        return ()
     places = dict.fromkeys(filter(None, map(_place, hooks)))
     notes = [("hook", f"calls a hook of yours, {place}") for place in places]
     if any(type(each.data).__module__ == "torch.utils.checkpoint" for each in saved):
@@ -39,29 +48,17 @@ def notes_on(node: Node, *, own: bool) -> tuple[Note, ...]:
     return tuple(notes)
 
 
-def _set_on(node: Node) -> Iterator[Any]:
-    """Yield the hooks that are set on a node itself. Torch shows them only to who sets one."""
-    kind = type(node)
-    for set_hook in (kind.register_hook, kind.register_prehook):
-        handle = set_hook(node, _nothing)
-        hooks = handle.hooks_dict_ref()
-        handle.remove()
-        for hook in hooks.values():
-            yield hook
-            if getattr(hook, "__module__", None) == BackwardHook.__module__:
-                yield from _of_module(hook)
-
-
 def _nothing(*_: object) -> None: ...
 
 
-def _of_module(hook: Any) -> Iterator[Any]:
-    """Yield the full backward hooks that a hook of torch's calls, which is set on a node at one end of a module."""
+def _behind(hook: Any) -> Iterator[Any]:
+    """Yield a hook; for one that torch sets at an end of a module, the module's full backward hooks that it calls."""
+    if getattr(hook, "__module__", None) != BackwardHook.__module__:
+        yield hook
+        return
     for module in [cell.cell_contents for cell in hook.__closure__ or ()]:
         if isinstance(module, BackwardHook):
-            at_outputs = hook.__qualname__.startswith(
-                f"{BackwardHook.__name__}.{BackwardHook.setup_output_hook.__name__}"
-            )
+            at_outputs = BackwardHook.setup_output_hook.__name__ in hook.__qualname__
             yield from module.user_pre_hooks if at_outputs else ()
             yield from module.user_hooks if not at_outputs or module.input_tensors_index is None else ()
 

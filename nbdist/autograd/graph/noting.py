@@ -59,6 +59,8 @@ class _ProcessHooks:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._blocks = 0
+        self.nodes_were_seen = False
+        """True once somebody has asked for a tensor's node while lines were noted, and so may have set hooks on it."""
         self._handles: list[Any] = []
 
     def use(self, more: int) -> None:
@@ -76,6 +78,7 @@ class _ProcessHooks:
                 Function.apply = _plain_apply
 
 
+_grad_fn = torch.Tensor.grad_fn
 _register_hook = torch.Tensor.register_hook  # torch tells nobody which hooks a tensor has that somebody let go of
 _plain_start = threading.Thread.start
 _plain_apply: Any = vars(torch.autograd.Function)["apply"]
@@ -170,6 +173,11 @@ def wake() -> None:
         mode.is_resting = False
         _process_hooks.use(1)
         push_function_mode(mode)
+
+
+def may_have_hooks(node: Node) -> bool:
+    """Return whether hooks may be set on a node itself: not if it was noted, and nobody has asked for nodes since."""
+    return _process_hooks.nodes_were_seen or not node.metadata.get(ORIGIN_KEY)
 
 
 def why_no_line() -> str:
@@ -272,7 +280,9 @@ def _call_and_note(func: Any, args: Any, kwargs: Any) -> Any:
     _note_older(args, kwargs)
     result = func(*args, **kwargs)
     _note_made((result, *args[:1]))
-    if func is _register_hook and args[0].grad_fn is not None:
+    if getattr(func, "__self__", None) is _grad_fn:
+        _process_hooks.nodes_were_seen = True
+    elif func is _register_hook and args[0].grad_fn is not None:
         args[0].grad_fn.metadata.setdefault(HOOKS_KEY, []).append(result)
     return result
 
