@@ -21,11 +21,14 @@ from nbdist.cluster.output.sinks import Sink
 
 Bundle = dict[str, Any]  # the content of an output, by MIME type
 
+BESIDE = "nbdist-beside"
+"""The CSS class of a part of a picture that stays in the page below the live widget, which does not show it."""
+
 # Hides the picture, and the output around it, while the widget is connected; hides a disconnected widget. The last
 # selector matches an output in which JupyterLab should have put a widget, and has put only a text.
 _RULES = """
-body:has(.{mark}:not(.jupyter-widgets-disconnected)) .{mark}-picture,
-body:has(.{mark}:not(.jupyter-widgets-disconnected)) .jp-OutputArea-child:has(> * .{mark}-picture),
+body:has(.{mark}:not(.jupyter-widgets-disconnected)) .{mark}-picture > :not(.{beside}),
+body:has(.{mark}:not(.jupyter-widgets-disconnected)) .jp-OutputArea-child:has(> * .{mark}-picture):not(:has(.{beside})),
 .{mark}.jupyter-widgets-disconnected,
 .jp-OutputArea:has(.{mark}-picture) .jp-OutputArea-output.lm-Panel:not(:has(*))
 {{ display: none !important; }}
@@ -70,7 +73,7 @@ class Shown:
 
     def _drawn(self) -> Bundle:
         drawn = self._picture()
-        rules = " ".join(_RULES.format(mark=self._mark).split())
+        rules = " ".join(_RULES.format(mark=self._mark, beside=BESIDE).split())
         html = f'<style>{rules}</style><div class="{self._mark}-picture">{drawn["text/html"]}</div>'
         return {**drawn, "text/html": html}
 

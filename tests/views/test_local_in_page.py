@@ -50,3 +50,15 @@ def test_buttons_step_all_workers(tmp_path, request):
         page.page.wait_for_function("() => !document.querySelector('.node.halted')")
         page.finish(3)
         page.expect(page.cell(3).locator(".jp-OutputArea")).to_contain_text("True")
+
+
+def test_earlier_passes_of_the_cell_are_folded_below_the_view(tmp_path):
+    loop = "%%watch\n%%remote\nfor number in range(2):\n    model(x).pow(2).mean().backward()"
+    with notebook([START, MODEL, loop], "lab", tmp_path) as page:
+        for number in range(3):
+            page.finish(number)
+        cell = page.cell(2)
+        page.expect(cell.locator(".nbdist-view .nbdist-status")).to_contain_text("backward() #2 on worker0,1")
+        cell.locator("summary", has_text="backward() on worker0,1").click()  # the live view is above
+        page.expect(cell.locator("details[open] img")).to_be_visible()
+        page.expect(cell.locator("img:visible")).to_have_count(1)  # not that of the second pass

@@ -12,6 +12,7 @@ from nbdist.views.drawing.graph import Marks, as_svg, marks_of_plan
 from nbdist.views.drawing.pictures import as_image, themed
 from nbdist.views.passes.backward import Backward
 from nbdist.views.passes.remarks import remarks, text_of
+from nbdist.views.shown import BESIDE
 
 
 def as_text(found: Backward) -> list[str]:
@@ -45,7 +46,8 @@ def as_html(found: Backward, told: str, others: Sequence[tuple[str, Backward]] =
     told_of = "".join(f"<div>{escape(text_of(remark))}</div>" for remark in remarks(found))
     drawing = as_image(as_svg(found.plan.trace, marks_of(found)))
     folded = (f"<details><summary>{escape(line)}</summary>{as_html(one, '')}</details>" for line, one in others)
-    return themed(f"<div>{escape(told)}</div>", drawing, table, told_of) + "".join(folded)
+    below = f'<div class="{BESIDE}">{"".join(folded)}</div>' if others else ""
+    return themed(f"<div>{escape(told)}</div>", drawing, table, told_of) + below
 
 
 def marks_of(found: Backward) -> Marks:
