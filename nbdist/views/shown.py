@@ -21,8 +21,8 @@ from nbdist.cluster.output.sinks import Sink
 
 Bundle = dict[str, Any]  # the content of an output, by MIME type
 
+# The CSS class of a part of a picture that stays in the page below the live widget, which does not show it.
 BESIDE = "nbdist-beside"
-"""The CSS class of a part of a picture that stays in the page below the live widget, which does not show it."""
 
 # Hides the picture, and the output around it, while the widget is connected; hides a disconnected widget. The last
 # selector matches an output in which JupyterLab should have put a widget, and has put only a text.

@@ -367,21 +367,6 @@ def test_who_waits_for_whom_is_told_and_no_limit_runs_out_while_a_pass_is_held(c
     wait_until(lambda: cluster.evaluate(limits), equals=[2.0] * 3)
 
 
-def test_the_death_of_a_worker_ends_its_share(cluster):
-    watcher = Watcher(paused=True)
-    with watcher:
-        cell = cluster.execute(
-            "import os\nw = torch.ones(3, requires_grad=True)\nw.exp().sum().backward()", block=False
-        )
-        wait_until(lambda: watcher.backward is not None and len(watcher.backward.plan.workers) == 3, "all workers")
-        os.kill(next(worker.pid for worker in cluster.workers if worker.name == "worker2"), signal.SIGKILL)
-        wait_until(lambda: any(worker.lost for worker in cluster.workers), "the news of its death")
-        watcher.run()
-        wait_for_error(cell)
-        wait_until(lambda: watcher.state in ("failed", "over"), "the end")
-    assert "worker2" in watcher.told()
-
-
 def test_several_passes_of_a_cell_are_in_its_picture(cluster):
     with Watcher() as watcher:
         w = torch.ones(3, requires_grad=True)

@@ -64,7 +64,7 @@ def _behind(hook: Any) -> Iterator[Any]:
 
 
 def _place(hook: Any) -> str:
-    """Return the place of a hook that is the user's, ``In[3]:7``; else an empty string."""
+    # As ``In[3]:7``; an empty string if the hook is not the user's.
     while isinstance(hook, functools.partial | types.MethodType):
         hook = hook.func if isinstance(hook, functools.partial) else hook.__func__
     call: Any = inspect.unwrap(hook) if isinstance(hook, types.FunctionType) else vars(type(hook)).get("__call__")

@@ -59,8 +59,8 @@ class _ProcessHooks:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._blocks = 0
+        # True once somebody has asked for a tensor's node while lines were noted, and so may have set hooks on it.
         self.nodes_were_seen = False
-        """True once somebody has asked for a tensor's node while lines were noted, and so may have set hooks on it."""
         self._handles: list[Any] = []
 
     def use(self, more: int) -> None:

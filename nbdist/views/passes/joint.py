@@ -26,8 +26,7 @@ class JointPass:
         self.id = PassId(context.maker, number)
         self._observing = observing
         self.plans: dict[str, Plan] = {}  # by the worker's name
-        self.running: set[int] = set()
-        """The workers on which it runs, by incarnation."""
+        self.running: set[int] = set()  # the workers on which it runs, by incarnation
         self._batches: dict[int, int] = {}  # by worker: those that the watch must await
         self._error = ""
 

@@ -21,8 +21,8 @@ from nbdist.cluster.output.arranger import grouped, say_members
 from nbdist.views.drawing.folding import name_of
 from nbdist.views.passes.backward import Backward
 
+# The note on the node of a parameter that got a gradient, while an optimizer has others of its model.
 UNOWNED = "unowned", "belongs to no optimizer"
-"""The note on the node of a parameter that got a gradient, while an optimizer has others of its model."""
 
 _GROWTH_TOLD = 100.0  # by how much a gradient's norm must grow in one node to be told
 _SHRINKING_TOLD = 1e-6

@@ -252,11 +252,7 @@ class Watcher:
 
     @property
     def count(self) -> int:
-        """The number of contexts that were opened on all workers since the watcher was made.
-
-        Contexts of another worker are counted when it next asks whether to watch one. Contexts that another watcher's
-        cell opens in this process do not count.
-        """
+        """The number of contexts opened since, on all workers as far as they have told; not in cells of others."""
         return sum(self._opened.values())
 
     @property
@@ -653,10 +649,7 @@ class Watcher:
         self._wake_and_tell()
 
     def _turn_to(self, watch: Watch) -> None:
-        """Make the latest pass of ``watch`` the present one; if it is over, prefer another watch's pass under way.
-
-        The caller holds the lock.
-        """
+        """Make the latest pass of ``watch`` the present one, unless another is under way; the caller holds the lock."""
         if self.under_way and watch is not self._watch:  # stay with a pass until it is over
             return
         if not _is_under_way(watch):

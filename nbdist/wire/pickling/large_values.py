@@ -55,7 +55,6 @@ def _carried(function: types.FunctionType | functools.partial[Any]) -> Iterator[
 
 
 def _parameter(function: Any, number: int) -> str:
-    """Return the name of a function's positional parameter; ``args[1]`` if it is not known."""
     with contextlib.suppress(Exception):  # a function of C; one of ``*args``; whatever a `__signature__` raises
         parameters = inspect.signature(function).parameters.values()
         return [each.name for each in parameters if each.kind <= each.POSITIONAL_OR_KEYWORD][number]
