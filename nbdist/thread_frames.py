@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import sys
+import threading
 from collections.abc import Iterator
 from types import FrameType
 
@@ -54,3 +55,8 @@ def calling_line() -> tuple[str, int] | None:
     while frame is not None and frame.f_code.co_filename.startswith((NBDIST, TORCH)):
         frame = frame.f_back
     return (frame.f_code.co_filename, line_number(frame)) if frame is not None else None
+
+
+def thread_name(ident: int) -> str:
+    """Return the name of a thread, or its ident if it has ended."""
+    return next((each.name for each in threading.enumerate() if each.ident == ident), str(ident))

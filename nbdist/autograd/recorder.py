@@ -125,7 +125,7 @@ class Recorder:
         lines = any([lines, *[wants_lines() for _, wants_lines in watchers]])  # each must be asked: no generator
         context = self.contexts.new(lines=lines, check=check)
         self.contexts.here.context = context
-        context.thread = threading.current_thread().name
+        context.thread = threading.get_ident()
         if lines or check:
             context.noting = self.transport.noting(context)
             context.noting.__enter__()

@@ -28,6 +28,7 @@ from torch.autograd import Function
 
 from nbdist.autograd.graph.measuring import Gradients, is_finite
 from nbdist.errors import UsageError
+from nbdist.thread_frames import thread_name
 from nbdist.torch_private import (
     direct_apply,
     innermost_transform,
@@ -118,11 +119,13 @@ class Received:
     looked_at = False  # True if the tensors were searched for NaN and Inf when they arrived, as in a watched context
     spoilt: frozenset[int] = frozenset()  # the indices of the tensors that held one then, if `looked_at`
 
-    def __init__(self, message: int, peer: int, function: str, context: int = 0, thread: str = "") -> None:
+    def __init__(self, message: int, peer: int, function: str, context: int = 0, thread: int = 0) -> None:
         self.message = message
         self.peer = peer
         self.function = function
-        self.context = context  # its id; and the name of the thread that has opened it, if that is one of this worker's
+        self.context = (
+            context  # its id; and the ident of the thread that has opened it, if that is one of this worker's
+        )
         self.thread = thread
         # Of each tensor of the message, in the order in which they were sent.
         self.like: list[tuple[torch.Size, torch.dtype, torch.device]] = []
@@ -169,7 +172,7 @@ def _run_receive_node(ctx: Any, *gradients: torch.Tensor | None) -> tuple[None, 
     part: RunningPart | None = thread_value(_PART) if thread_has(_PART) else None
     if part is None:
         end = ctx.end
-        whose = f", which thread {end.thread!r} has opened" if end.thread else ""
+        whose = f", which thread {thread_name(end.thread)!r} has opened" if end.thread else ""
         raise UsageError(
             f"this pass has come to a tensor that was received from another worker ({end.function}) in context "
             f"{end.context}{whose}, and a local backward() or autograd.grad() cannot go on there: write "

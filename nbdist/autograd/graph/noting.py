@@ -7,8 +7,7 @@ One mode of torch does two jobs: it notes lines, and it checks every operation f
     context(check="nan")  `noted` enters a `_Noting` mode   `NanCheck.after` reads what was returned
 
 Noting takes about 50 microseconds for each operation. So it happens only in contexts that ask for it, in the threads
-that run in such a context, on all workers, and in watched cells, for the passes that are watched; and in the threads
-that these start.
+that run in such a context, on all workers, in watched cells for watched passes, and in the threads that these start.
 """
 
 from __future__ import annotations

@@ -48,7 +48,7 @@ class Context:
     def __init__(self, id: int, maker: int, *, lines: bool = False, check: bool = False) -> None:
         self.id = id
         self.maker = maker
-        self.thread = ""  # on the maker: the name of the thread that opened it, if one did
+        self.thread = 0  # on the maker: the ident of the thread that opened it, if one did
         self.lines = lines  # note the line of code that makes each node
         self.check = check  # search the results of the forward pass for NaN
         self.is_entered = False  # by a call or answer that has arrived, of which the maker was told if it must know

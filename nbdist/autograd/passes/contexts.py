@@ -29,6 +29,7 @@ from contextlib import contextmanager
 
 from nbdist.autograd.passes.context import Context
 from nbdist.errors import UsageError
+from nbdist.thread_frames import thread_name
 
 # An id of a context or message is the worker's id, followed by a counter of this many bits, as in torch, whose tests
 # read the worker from an id.
@@ -95,7 +96,9 @@ class Contexts:
     @property
     def of_others(self) -> str:
         """Words on the contexts that other threads have opened, for an error in a thread that is in none, or ""."""
-        opened = [f"thread {each.thread!r} has opened context {each.id}" for each in self.all() if each.thread]
+        opened = [
+            f"thread {thread_name(each.thread)!r} has opened context {each.id}" for each in self.all() if each.thread
+        ]
         if not opened or self.current is not None:
             return ""
         me = threading.current_thread().name
