@@ -480,8 +480,9 @@ def test_builtins_are_builtins():
 def test_a_large_captured_global_warns_once_with_its_name():
     sender = Main("import torch\nweights = torch.zeros(1 << 19)\nsmall = 1\ndef f(): return weights, small")
     with sender.active():
-        with pytest.warns(UserWarning, match=r"f uses the global 'weights' of 2\.1 MB"):
+        with pytest.warns(UserWarning, match=r"f uses the global 'weights' of 2\.1 MB") as told:
             codec.encode(sender.f, by_value=True)
+        assert told[0].filename == __file__  # the line that sends it
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             codec.encode(sender.f, by_value=True)
