@@ -150,7 +150,7 @@ ROOMS: dict[str, str] = {
     ),
     "swarm": (
         "carriage history policy stacking weight_file adapter model_cache named_models server directory client placer "
-        "swarm serving connecting"
+        "http swarm serving connecting"
     ),
     "cluster": (
         "group_history spec jupyter targets spawning processes output errors kernels examination lifecycle team stands "
@@ -178,6 +178,8 @@ THIRD_PARTY: dict[str, tuple[str, ...]] = {
     "ray": ("cluster.hosts.launchers",),
     "transformers": ("swarm.adapter", "swarm.model_cache"),
     "safetensors": ("swarm.weight_file",),
+    "starlette": ("swarm.http.app",),
+    "uvicorn": ("swarm.http.endpoint",),
 }
 """The third-party packages that only some modules may import."""
 

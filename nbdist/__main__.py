@@ -1,9 +1,11 @@
-"""The command line: ``python -m nbdist run``, ``worker`` and ``doctor``."""
+"""The command line: ``python -m nbdist run``, ``worker``, ``doctor`` and ``swarm serve``."""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
+import threading
 from collections.abc import Sequence
 
 from nbdist import __version__
@@ -47,7 +49,33 @@ def _parser() -> argparse.ArgumentParser:
         metavar="FILE",
         help="an invitation: say whether a worker of this host could join, and try the way to the notebook",
     )
+    serve = commands.add_parser(
+        "swarm",
+        help="serve a language model over HTTP, without a notebook",
+        description="Starts workers on this host, loads a model on them, and serves it to clients of OpenAI's API "
+        "until Ctrl-C. Prints the address, the key, and a command to try them. Texts go on when a worker dies.",
+    )
+    serve.add_argument("action", choices=["serve"])
+    serve.add_argument("model", help="a folder with a model of transformers, or smollm2")
+    serve.add_argument("-n", "--workers", type=int, default=2, metavar="N", help="how many workers to start (2)")
+    serve.add_argument("--http", type=int, default=0, metavar="PORT", help="the port (a free one)")
+    serve.add_argument("--host", default="127.0.0.1", metavar="ADDRESS", help="the address to listen at (127.0.0.1)")
+    serve.add_argument("--no-key", action="store_true", help="ask for no key: any user of this host may use the model")
     return parser
+
+
+def _serve(given: argparse.Namespace) -> int:
+    import nbdist
+
+    with nbdist.Cluster(given.workers, backend="none", preload=["nbdist.swarm"]):
+        swarm = nbdist.swarm.serve(given.model, workers=range(given.workers))
+        endpoint = swarm.http(given.http, given.host, key=not given.no_key)
+        print(f"{swarm}\n{endpoint}\nCtrl-C ends it.", flush=True)
+        with contextlib.suppress(KeyboardInterrupt):
+            threading.Event().wait()
+        endpoint.close()
+        swarm.close()
+    return 0
 
 
 def _split(arguments: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
@@ -84,6 +112,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 from nbdist.cluster.hosts.joining import join
 
             return join(given.connect, given.workers, given.host, given.with_parent)
+        if given.command == "swarm":
+            return _serve(given)
         from nbdist.doctor import examine
 
         return examine(given.connect)

@@ -33,6 +33,7 @@ consecutive blocks on one server::
 serving      `serve`, which loads the blocks on workers
 connecting   `connect`, for other processes that use the swarm, too
 swarm        `Swarm`, which the client uses: models, and changes of the workers that serve
+http         a subpackage: the model over HTTP, for clients of OpenAI's API
 placer       makes servers and gives them blocks, for all clients
 client       a subpackage: models, sessions, and what the client knows about the servers
 directory    a subpackage: the servers as all clients know them, and routes

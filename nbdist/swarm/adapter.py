@@ -271,6 +271,14 @@ def convert_gguf(file: Path, folder: Path) -> None:
     tokenizer.save_pretrained(folder)
 
 
+def sampling_warper(temperature: float, top_p: float) -> Any:
+    """Return a function of (tokens, scores), which returns the scores to sample by; None for the highest score."""
+    if temperature < 1e-5:  # divided by it, scores might not be finite
+        return None
+    warp = [transformers.TemperatureLogitsWarper(float(temperature)), transformers.TopPLogitsWarper(float(top_p))]
+    return transformers.LogitsProcessorList(warp)
+
+
 # -- layers -----------------------------------------------------------------------------------------
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable
-from typing import Any, SupportsIndex
+from typing import TYPE_CHECKING, Any, SupportsIndex
 
 from nbdist.amounts import counted, size
 from nbdist.errors import UsageError
@@ -22,6 +22,9 @@ from nbdist.swarm.directory.routing import Span, named
 from nbdist.swarm.placer import Placer
 from nbdist.swarm.policy import Recover, check_count
 from nbdist.swarm.server.server import Info
+
+if TYPE_CHECKING:
+    from nbdist.swarm.http.endpoint import Endpoint
 
 
 class Swarm:
@@ -379,6 +382,53 @@ class Swarm:
         NoRoute if no worker can serve the first block, and NotInitialized if RPC has ended.
         """
         return RemoteSequential(self._model("Model", None).nbdist, 0, len(self))
+
+    def http(
+        self,
+        port: int = 0,
+        host: str = "127.0.0.1",
+        *,
+        name: str | None = None,
+        tokenizer: Any = None,
+        key: bool = True,
+        at_once: int | None = 4,
+        queue: int | None = 64,
+        rate: int | None = 600,
+    ) -> Endpoint:
+        """Serve the model over HTTP, for clients of OpenAI's API; return the running `Endpoint`, which shows its key.
+
+        Needs the extra "serve". Its text with temperature 0 is that of ``causal_lm().generate(do_sample=False)``. The
+        page docs/howto/serve_over_http.md says what clients can ask for.
+
+        Args:
+            port: 0 for a free one.
+            host: the address at which it listens. Key and texts are not encrypted, so prefer an ssh tunnel to others.
+            name: of the model, for clients; by default its folder's, or, with ``tokenizer``, its architecture's.
+            tokenizer: by default that of the model's folder.
+            key: False to ask for no key, on a loopback address only. Other users of the host reach that, too.
+            at_once: texts that are written at once; None for no limit, here and below.
+            queue: texts that may wait. A request for more gets the error 429.
+            rate: requests a minute. A request more gets the error 429.
+
+        Raises:
+            ImportError: starlette or uvicorn is missing.
+            UsageError: an argument is not valid, or there is no tokenizer; or as for `causal_lm`, whose other errors
+                are raised, too.
+            OSError: the port is taken, or this host does not have the address.
+        """
+        from nbdist.swarm.http.endpoint import Endpoint
+        from nbdist.swarm.http.limits import Limits
+
+        name = name or (self.checkpoint.config.model_type if tokenizer else self.checkpoint.folder.name)
+        limits = Limits(at_once, queue, rate)
+        try:
+            tokenizer = tokenizer or self.tokenizer()
+        except (OSError, ValueError) as error:
+            raise UsageError(
+                "the model came without a tokenizer: pass one, http(tokenizer=AutoTokenizer.from_pretrained(...))"
+            ) from error
+        model = self.causal_lm()
+        return Endpoint(model, tokenizer, name, lambda: self.states, limits, host=host, port=port, key=key)
 
     def _model(self, kind: str, recover: Recover | None, num_labels: int | None = None) -> Any:
         self.crew.check_open()

@@ -26,7 +26,7 @@ STARTERS = {
     *("Contestant", "run_cells"),
 }
 """Names that start processes: of nbdist, of Jupyter and Python, of scripts beside the tests."""
-THREADS = {"threading", "World"}
+THREADS = {"threading", "World", "Endpoint"}
 
 KINDS = ("page", "processes", "threads", "pure")
 """What a test may need, from much to little; each test has one of these marks."""

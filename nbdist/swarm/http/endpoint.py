@@ -1,0 +1,93 @@
+"""`Endpoint`: the HTTP server of a model, in a thread. `Swarm.http` opens it."""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import json
+import secrets
+import shlex
+import socket
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any
+
+try:
+    import uvicorn
+
+    from nbdist.swarm.http.app import App
+except ImportError as error:  # they come with the extra "serve" of this package
+    raise ImportError('an HTTP endpoint needs starlette and uvicorn: pip install "nbdist[serve]"') from error
+
+from nbdist.errors import UsageError
+from nbdist.swarm.http.limits import Limits
+
+_CLOSE_SECONDS = 10.0  # that `close` waits for the thread
+
+
+class Endpoint:
+    """A model that is served over HTTP, until `close` or the end of this process. `Swarm.http` opens it.
+
+    Its text shows the address, the key, and a command that tries it. Any thread may call its methods.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any,
+        name: str,
+        states: Callable[[], Mapping[str, str]],
+        limits: Limits,
+        *,
+        host: str,
+        port: int,
+        key: bool,
+    ) -> None:
+        self._is_local = host == "localhost" or ipaddress.ip_address(host).is_loopback
+        if not key and not self._is_local:
+            raise UsageError(
+                f"an endpoint at {host} needs a key, because other machines reach it: leave out key=False, or host"
+            )
+        self.key = f"nb-{secrets.token_urlsafe(24)}" if key else None
+        """The key that clients must send; None if they need none."""
+        hosts = {"localhost", host, socket.gethostname(), socket.getfqdn()}
+        self._app = App(model, tokenizer, name, states, limits, self.key, hosts)
+        self._socket = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+        shown = f"[{host}]" if ":" in host else host
+        self.url = f"http://{shown}:{self._socket.getsockname()[1]}/v1"
+        """The address, as clients of OpenAI's API take it for ``base_url``."""
+        self._server = uvicorn.Server(
+            uvicorn.Config(self._app, ws="none", lifespan="off", log_config=None, timeout_graceful_shutdown=2)
+        )
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, name="swarm http", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
+            runner.run(self._server.serve([self._socket]))
+
+    def interrupt(self) -> None:
+        """End all texts that are written or wait: their clients get an error. New requests are answered as before."""
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._app.end_all, "the text was interrupted at the server")
+
+    def close(self) -> None:
+        """End the server; texts end as by `interrupt`. A second call changes nothing. The swarm stays open."""
+        self.interrupt()
+        self._server.should_exit = True
+        self._thread.join(_CLOSE_SECONDS)
+
+    def __repr__(self) -> str:
+        if not self._thread.is_alive():
+            return f"<Endpoint of {self._app.name}; it is closed>"
+        asked = json.dumps({"model": self._app.name, "prompt": "The sea is", "max_tokens": 40})
+        lines = [
+            f"<Endpoint of {self._app.name} at {self.url}>",
+            f"key: {self.key or 'none. Other users of this host reach this address, too'}",
+            *([] if self._is_local else ["Key and texts are not encrypted: an ssh tunnel to a loopback address is"]),
+            f"curl {self.url}/completions -H 'Content-Type: application/json' \\",
+            *([f"  -H 'Authorization: Bearer {self.key}' \\"] if self.key else []),
+            f"  -d {shlex.quote(asked)}",
+        ]
+        return "\n".join(lines)

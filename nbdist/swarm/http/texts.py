@@ -1,0 +1,67 @@
+"""`Texts`: the texts of one request. A thread writes each text when its turn comes; the event loop reads the pieces."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import AsyncIterator, Callable, Sequence
+
+from nbdist.swarm.http.api_error import ApiError
+from nbdist.swarm.http.limits import Limits
+from nbdist.swarm.http.writing import Piece
+
+Job = Callable[[Callable[[Piece], None], Callable[[], bool]], None]
+"""Writes one text, with the ``tell`` and ``halted`` of `Writing.run`."""
+
+
+class Texts:
+    """The texts of one request, which begin at once or wait for their turn. Only the event loop's thread uses it.
+
+    Raises `ApiError` (429) if too many texts wait.
+    """
+
+    def __init__(self, limits: Limits, jobs: Sequence[Job]) -> None:
+        self._limits = limits
+        self._loop = asyncio.get_running_loop()
+        self._left = len(jobs)
+        self._come: asyncio.Queue[tuple[int, Piece] | ApiError] = asyncio.Queue()
+        self._halted = threading.Event()
+        # Not a pool's threads: Python would wait for them when the process ends.
+        self._starts = [
+            threading.Thread(target=self._write, args=(number, job), name="swarm http text", daemon=True).start
+            for number, job in enumerate(jobs)
+        ]
+        limits.enter(self._starts)
+
+    async def pieces(self) -> AsyncIterator[tuple[int, Piece]]:
+        """Yield (number of the text, piece) in the order in which the threads write; raise the first error."""
+        while self._left:
+            item = await self._come.get()
+            if isinstance(item, ApiError):
+                raise item
+            self._left -= item[1].finish is not None
+            yield item
+
+    def end(self, error: ApiError) -> None:
+        """End all texts: the reader of `pieces` gets ``error``."""
+        self.halt()
+        self._come.put_nowait(error)
+
+    def halt(self) -> None:
+        """Give up the turns that have not come, and stop each thread after the token that it is at."""
+        self._halted.set()
+        self._limits.withdraw(self._starts)
+
+    def _write(self, number: int, job: Job) -> None:
+        def tell(item: tuple[int, Piece] | ApiError) -> None:
+            self._loop.call_soon_threadsafe(self._come.put_nowait, item)
+
+        with contextlib.suppress(RuntimeError):  # the loop is closed, since the endpoint is
+            try:
+                job(lambda piece: tell((number, piece)), self._halted.is_set)
+            except Exception as error:
+                # Another error, without the traceback, whose frames have the text's cache.
+                tell(ApiError.of(error))
+            finally:
+                self._loop.call_soon_threadsafe(self._limits.leave)

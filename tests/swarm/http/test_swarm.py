@@ -1,0 +1,124 @@
+"""A swarm over HTTP, on real workers that are killed: its texts are those of the model in one process."""
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import urllib.request
+
+import openai
+import pytest
+from helpers.models import tiny_tokenizer
+from helpers.suite.python_path import python_path
+from helpers.waiting import wait_until
+
+import nbdist
+from nbdist.errors import UsageError
+from nbdist.swarm import serve
+from nbdist.swarm.http.endpoint import Endpoint
+from nbdist.swarm.http.limits import Limits
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    with nbdist.Cluster(3, backend="none", preload=["nbdist.swarm"]) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def three(cluster):
+    if any(worker.lost for worker in cluster.workers):
+        cluster.restart()
+    return cluster
+
+
+@pytest.fixture
+def swarm(three):
+    swarm = serve(tiny_tokenizer.model(2000), workers=[0, 1, 2])
+    yield swarm
+    swarm.close()
+
+
+@pytest.fixture
+def endpoint(swarm):
+    endpoint = swarm.http(tokenizer=tiny_tokenizer.make(), name="tiny")
+    yield endpoint
+    endpoint.close()
+
+
+def client_of(endpoint):
+    return openai.OpenAI(base_url=endpoint.url, api_key=endpoint.key, max_retries=0)
+
+
+def test_streams_go_on_with_the_same_texts_when_a_worker_is_killed(swarm, endpoint):
+    """Two at once, one of them with random numbers, and several texts each; through two deaths."""
+    model = tiny_tokenizer.model(2000)
+    alone = Endpoint(model, tiny_tokenizer.make(), "tiny", dict, Limits(1, 8, 600), host="127.0.0.1", port=0, key=True)
+    asked = [
+        {"temperature": 0, "max_tokens": 60},
+        {"temperature": 0.9, "top_p": 0.8, "seed": 7, "n": 2, "max_tokens": 40, "stop": ["never there"]},
+    ]
+    expected = [client_of(alone).completions.create(model="tiny", prompt="Hello", **each) for each in asked]
+    alone.close()
+    found = {}
+
+    def write(number, act):
+        texts = {}
+        stream = client_of(endpoint).completions.create(model="tiny", prompt="Hello", stream=True, **asked[number])
+        for count, chunk in enumerate(stream):
+            choice = chunk.choices[0]
+            texts[choice.index] = texts.get(choice.index, "") + choice.text
+            act(count)
+        found[number] = [texts[index] for index in sorted(texts)]
+
+    other = threading.Thread(target=write, args=(1, lambda count: swarm.kill(0) if count == 30 else None))
+    other.start()
+    write(0, lambda count: swarm.kill(1) if count == 10 else None)
+    other.join()
+    assert found == {number: [choice.text for choice in each.choices] for number, each in enumerate(expected)}
+    assert set(swarm.blocks) == {"worker2"}
+    with urllib.request.urlopen(f"{endpoint.url.removesuffix('/v1')}/health") as answer:
+        assert json.load(answer) == {"status": "ok"}
+
+
+def test_who_hangs_up_frees_caches_on_the_workers(swarm, endpoint):
+    stream = client_of(endpoint).completions.create(model="tiny", prompt="x", max_tokens=1900, stream=True, n=2)
+    next(iter(stream))
+    assert sum(info.sessions for info in swarm.info().values()) > 0
+    stream.close()
+    wait_until(lambda: not sum(info.sessions for info in swarm.info().values()))
+    assert not swarm.sessions.open()
+
+
+def test_a_closed_swarm_and_one_without_workers_say_so(swarm, endpoint):
+    client = client_of(endpoint)
+    for worker in range(3):
+        swarm.kill(worker)
+    with pytest.raises(openai.InternalServerError, match="no server is left") as found:
+        client.completions.create(model="tiny", prompt="x")
+    assert (found.value.status_code, found.value.code) == (503, "unavailable")
+    swarm.close()
+    with pytest.raises(openai.InternalServerError, match="closed"):
+        client.completions.create(model="tiny", prompt="x")
+
+
+def test_its_arguments(swarm):
+    tokenizer = tiny_tokenizer.make()
+    for wrong in ({"at_once": 0}, {"queue": -1}, {"rate": 0.5}):
+        with pytest.raises(UsageError, match=next(iter(wrong))):
+            swarm.http(tokenizer=tokenizer, **wrong)
+    with pytest.raises(UsageError, match="came without a tokenizer: pass it"):
+        swarm.http()
+    endpoint = swarm.http(tokenizer=tokenizer, at_once=None, queue=None, rate=None, key=False)
+    assert repr(endpoint).startswith("<Endpoint of llama at http://127.0.0.1:")
+    endpoint.close()
+
+
+def test_without_starlette(tmp_path):
+    (tmp_path / "starlette.py").write_text("raise ImportError('no starlette')")
+    code = "import nbdist.swarm\nassert 'uvicorn' not in __import__('sys').modules\nimport nbdist.swarm.http.endpoint"
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", code], env={**os.environ, **python_path(tmp_path)}, capture_output=True, text=True
+    )
+    assert 'ImportError: an HTTP endpoint needs starlette and uvicorn: pip install "nbdist[serve]"' in done.stderr
