@@ -2,13 +2,13 @@
 
 The path of a request; all but `app` and `endpoint` is pure or runs in the thread of one text::
 
-    endpoint  uvicorn's thread ─► app  checks host, key, size and rate ─► request  reads the JSON
-                                   │                                      prompt_tokens  makes tokens of it
-                                   ▼ waits for its turn (limits)
-    texts     a thread for each text ─► writing  `generate` of transformers, with `token_texts` and `stop_texts`
-                                   │ pieces
-                                   ▼
-              app  sends them at once, or all at the end, as JSON (`answers`)
+    endpoint       uvicorn's thread ─► app  checks host and key ─► request  reads the JSON
+                                        │                         prompt_tokens  makes tokens of it
+                                        ▼ limits  rate, turn
+    request_texts  a thread for each text ─► writing  transformers' `generate`, with `token_texts` and `stop_texts`
+                                        │ pieces, one for each token
+                                        ▼
+    app            sends each piece, or all at the end, as JSON (`text_answer`)
 
 ================ ================================================================================
 `api_error`      an error that the client gets, in OpenAI's form
@@ -19,8 +19,8 @@ The path of a request; all but `app` and `endpoint` is pure or runs in the threa
 `token_texts`    the text of tokens that come one by one
 `stop_texts`     the end of a text at the client's stop texts
 `writing`        picks the tokens of one text
-`answers`        the JSON of answers and of their pieces
-`texts`          the texts of one request, each written by a thread
+`text_answer`    the JSON of an answer and of its pieces
+`request_texts`  the texts of one request, each written by a thread
 `app`            the ASGI application
 `endpoint`       the HTTP server, in a thread
 ================ ================================================================================

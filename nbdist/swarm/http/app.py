@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import contextvars
 import hmac
 import ipaddress
 import json
@@ -20,13 +19,13 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from nbdist.swarm.http.answers import Answers
 from nbdist.swarm.http.api_error import ApiError
 from nbdist.swarm.http.limits import Limits
 from nbdist.swarm.http.metrics import Metrics
 from nbdist.swarm.http.prompt_tokens import prompt_tokens
 from nbdist.swarm.http.request import TextRequest
-from nbdist.swarm.http.texts import Texts
+from nbdist.swarm.http.request_texts import RequestTexts
+from nbdist.swarm.http.text_answer import TextAnswer
 from nbdist.swarm.http.writing import Piece, Writing
 
 _MOST_BYTES = 1_000_000  # of a request
@@ -36,7 +35,7 @@ _TEXT_PATHS = {"/v1/completions": False, "/v1/chat/completions": True}  # by pat
 
 @dataclass(eq=False)
 class App:
-    """Answers requests over HTTP. Only the thread of the event loop calls it."""
+    """TextAnswer requests over HTTP. Only the thread of the event loop calls it."""
 
     model: Any
     tokenizer: Any
@@ -46,10 +45,8 @@ class App:
     key: str | None  # that clients must send
     hosts: set[str]  # names of this server
     _metrics: Metrics = field(default_factory=Metrics)
-    _running: set[Texts] = field(default_factory=set)
+    _running: set[RequestTexts] = field(default_factory=set)
     _created: int = field(default_factory=lambda: int(time.time()))
-    # Of the thread that makes the endpoint. This process's agent is one of them.
-    _variables: contextvars.Context = field(default_factory=contextvars.copy_context)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request, as ASGI asks for it."""
@@ -114,22 +111,19 @@ class App:
             for tokens, most in prompts
             for number in range(asked.n)
         ]
-        texts = Texts(self.limits, [partial(self._run, writing) for writing in writings])
+        texts = RequestTexts(self.limits, [partial(writing.run, self.model) for writing in writings])
         ending.callback(texts.halt)
         self._running.add(texts)
         ending.callback(self._running.discard, texts)
         watch = asyncio.create_task(_end_when_gone(request, texts))
         ending.callback(watch.cancel)
-        answers = Answers(asked, secrets.token_hex(12), int(time.time()), sum(len(tokens) for tokens, _ in prompts))
+        answers = TextAnswer(asked, secrets.token_hex(12), int(time.time()), sum(len(tokens) for tokens, _ in prompts))
         ending.callback(self._metrics.count, answers.usage)
         pieces = texts.pieces()
         if asked.stream:
             first = await anext(pieces)  # before the status is sent: what fails now has a status of its own
             return StreamingResponse(_events(first, pieces, answers), media_type="text/event-stream")
         return JSONResponse(answers.whole([each async for each in pieces]))
-
-    def _run(self, writing: Writing, tell: Callable[[Piece], None], halted: Callable[[], bool]) -> None:
-        self._variables.copy().run(writing.run, self.model, tell, halted)
 
 
 async def _body(request: Request) -> bytes:
@@ -148,14 +142,14 @@ async def _body(request: Request) -> bytes:
     return bytes(body)
 
 
-async def _end_when_gone(request: Request, texts: Texts) -> None:
+async def _end_when_gone(request: Request, texts: RequestTexts) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass
     texts.end(ApiError(499, "the client has hung up"))
 
 
 async def _events(
-    first: tuple[int, Piece], pieces: AsyncIterator[tuple[int, Piece]], answers: Answers
+    first: tuple[int, Piece], pieces: AsyncIterator[tuple[int, Piece]], answers: TextAnswer
 ) -> AsyncIterator[str]:
     """Yield a stream of server-sent events, from the piece ``first`` on; an error is its last event."""
     try:

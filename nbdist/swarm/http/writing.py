@@ -37,7 +37,7 @@ class TokenScore:
 
 @dataclass(frozen=True)
 class Piece:
-    """One more token of a text, and what it adds to the text: maybe nothing, if a stop text may have begun."""
+    """The next token of a text, and what it adds to the text: nothing while a stop text may have begun."""
 
     text: str
     score: TokenScore | None  # if the client wants it

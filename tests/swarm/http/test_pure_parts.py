@@ -1,4 +1,4 @@
-"""Texts of tokens, stop texts, limits, metrics: what needs no server."""
+"""RequestTexts of tokens, stop texts, limits, metrics: what needs no server."""
 
 import pytest
 from helpers.models import tiny_tokenizer

@@ -108,7 +108,7 @@ def test_its_arguments(swarm):
     for wrong in ({"at_once": 0}, {"queue": -1}, {"rate": 0.5}):
         with pytest.raises(UsageError, match=next(iter(wrong))):
             swarm.http(tokenizer=tokenizer, **wrong)
-    with pytest.raises(UsageError, match="came without a tokenizer: pass it"):
+    with pytest.raises(UsageError, match="came without a tokenizer: pass one"):
         swarm.http()
     endpoint = swarm.http(tokenizer=tokenizer, at_once=None, queue=None, rate=None, key=False)
     assert repr(endpoint).startswith("<Endpoint of llama at http://127.0.0.1:")

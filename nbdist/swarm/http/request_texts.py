@@ -1,4 +1,4 @@
-"""`Texts`: the texts of one request. A thread writes each text when its turn comes; the event loop reads the pieces."""
+"""`RequestTexts`: the texts of one request, each written by a thread when its turn comes; the event loop reads them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Job = Callable[[Callable[[Piece], None], Callable[[], bool]], None]
 """Writes one text, with the ``tell`` and ``halted`` of `Writing.run`."""
 
 
-class Texts:
+class RequestTexts:
     """The texts of one request, which begin at once or wait for their turn. Only the event loop's thread uses it.
 
     Raises `ApiError` (429) if too many texts wait.

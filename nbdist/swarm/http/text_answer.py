@@ -1,4 +1,4 @@
-"""`Answers`: the JSON of answers, whole and in chunks. Pure."""
+"""`TextAnswer`: the JSON of an answer, whole and in chunks. Pure."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from nbdist.swarm.http.writing import Piece, TokenScore
 _IMPOSSIBLE = -9999.0  # in place of the log of 0, which JSON cannot have
 
 
-class Answers:
+class TextAnswer:
     """Makes the JSON of one request's answer. ``identity`` is its id without prefix, ``created`` a Unix time."""
 
     def __init__(self, request: TextRequest, identity: str, created: int, prompt_tokens: int) -> None:
