@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-_BEFORE = 5  # tokens before a new one with which it is decoded: a space at its begin may depend on them
+_BEFORE, _MOST = 5, 20  # tokens before a new one with which it is decoded: at least, at most
 _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 
 
@@ -17,25 +17,22 @@ class TokenTexts:
     def __init__(self, decode: Callable[[Sequence[int]], str], prompt: Sequence[int]) -> None:
         self._decode = decode
         self._tokens = list(prompt[-_BEFORE:])
-        self._done = len(self._tokens)  # tokens whose text was returned
+        self._done = decode(self._tokens)  # the text of these tokens that was returned
 
     def add(self, token: int) -> str:
         """Return the text that the next token completes; "" if a character is still incomplete."""
         self._tokens.append(token)
-        text = self._rest()
-        if text.endswith(_INCOMPLETE):
-            return ""
-        if text:
-            # A token without text stays: the space of the next one may depend on it.
-            del self._tokens[: max(0, self._done - _BEFORE)]
-            self._done = len(self._tokens)
-        return text
+        whole = self._decode(self._tokens)
+        return "" if whole.endswith(_INCOMPLETE) else self._rest(whole)
 
     def end(self) -> str:
         """Return the text of the tokens left, with a replacement character for each incomplete one."""
-        text = self._rest()
-        self._done = len(self._tokens)
-        return text
+        return self._rest(self._decode(self._tokens))
 
-    def _rest(self) -> str:
-        return self._decode(self._tokens)[len(self._decode(self._tokens[: self._done])) :]
+    def _rest(self, whole: str) -> str:
+        found = whole[len(self._done) :]
+        self._done = whole
+        if len(self._tokens) > _MOST:
+            del self._tokens[:-_BEFORE]
+            self._done = self._decode(self._tokens)
+        return found

@@ -77,7 +77,10 @@ class Writing:
             if warp is not None:
                 token = int(torch.multinomial(warp(ids, scores)[0].softmax(-1), 1, generator=self._generator))
             tell(self._add(token, scores[0], token in ends))
-            return torch.full_like(scores, -torch.inf).index_fill_(1, torch.tensor([token]), 0.0)
+            if warp is not None:
+                scores = scores.fill_(-torch.inf)
+                scores[0, token] = 0.0
+            return scores
 
         def is_done(ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
             return torch.full((1,), self._finish is not None or halted())

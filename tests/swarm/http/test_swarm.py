@@ -2,6 +2,8 @@
 
 import json
 import os
+import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -113,6 +115,21 @@ def test_its_arguments(swarm):
     endpoint = swarm.http(tokenizer=tokenizer, at_once=None, queue=None, rate=None, key=False)
     assert repr(endpoint).startswith("<Endpoint of llama at http://127.0.0.1:")
     endpoint.close()
+
+
+def test_the_command_serves_until_ctrl_c(tmp_path):
+    tiny_tokenizer.model().save_pretrained(tmp_path / "tiny")
+    tiny_tokenizer.make().save_pretrained(tmp_path / "tiny")
+    command = [sys.executable, "-m", "nbdist", "swarm", "serve", str(tmp_path / "tiny"), "-n", "1"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        lines = list(iter(process.stdout.readline, "Ctrl-C ends it.\n"))
+        url, key = lines[2].split()[-1].rstrip(">"), lines[3].split()[-1]
+        with openai.OpenAI(base_url=url, api_key=key, max_retries=0) as client:
+            assert client.completions.create(model="tiny", prompt="x", max_tokens=2).usage.completion_tokens <= 2
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == 0
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", int(url.split(":")[2].removesuffix("/v1"))))
 
 
 def test_without_starlette(tmp_path):
