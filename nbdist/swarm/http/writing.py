@@ -89,6 +89,8 @@ class Writing:
         options = {"logits_processor": [pick], "stopping_criteria": [is_done], "generation_config": config}
         if not halted():
             model.generate(ids, attention_mask=torch.ones_like(ids), **options)
+        if self._finish is None:  # halted, or ended by the model's configuration, such as its `max_time`
+            tell(Piece(self._texts.end() + self._stops.end(), None, "stop"))
 
     def _add(self, token: int, scores: torch.Tensor, is_end: bool) -> Piece:
         self._left -= 1

@@ -218,6 +218,31 @@ def test_the_end_token_ends_a_text(tokenizer, model):
     assert found["usage"]["completion_tokens"] == 1
 
 
+def test_a_text_that_the_models_configuration_ends_is_over(tokenizer):
+    own = tiny_tokenizer.model()
+    own.generation_config.max_time = 1e-9
+    with opened(own, tokenizer) as endpoint:
+        found = json.loads(post(endpoint, body={**ASK, "max_tokens": 50})[2])
+    assert found["choices"][0]["finish_reason"] == "stop"
+    assert found["usage"]["completion_tokens"] < 50
+
+
+def test_the_models_configuration_counts_where_no_field_does(tokenizer):
+    """As those of many chat models do, it samples, and has a penalty: that stays, and the client decides the rest."""
+    own = tiny_tokenizer.model()
+    own.generation_config.update(
+        do_sample=True, temperature=0.6, top_p=0.9, top_k=3, num_beams=2, repetition_penalty=1.9
+    )
+    prompt = tokenizer("Hello")["input_ids"]
+    ids = torch.tensor([prompt])
+    alone = own.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=30, do_sample=False, num_beams=1, pad_token_id=0
+    )
+    with opened(own, tokenizer) as endpoint:
+        found = json.loads(post(endpoint, body={**ASK, "max_tokens": 30, "temperature": 0})[2])
+    assert found["choices"][0]["text"] == tokenizer.decode(alone[0, len(prompt) :], skip_special_tokens=True)
+
+
 def test_probabilities_are_those_of_the_model(client, model, tokenizer):
     ids = tokenizer("Hello")["input_ids"]
     expected = model(torch.tensor([ids])).logits[0, -1].log_softmax(-1).detach()
@@ -507,6 +532,22 @@ def test_an_error_before_the_first_token_has_a_status_and_a_later_one_ends_the_s
             list(client.completions.create(**ASK, stream=True))
         assert "a secret" in caplog.text
         wait_until(lambda: numbers(endpoint)["nbdist_texts_running"] == 0)
+
+
+def test_an_error_of_one_text_ends_the_other_texts_of_the_request(model, tokenizer):
+    class OneFails(Slow):
+        def generate(self, ids, **options):
+            if not self.caches:
+                self.caches.append(None)
+                raise UsageError("no worker is left")
+            return super().generate(ids, **options)
+
+    slow = OneFails(model)
+    with opened(slow, tokenizer) as endpoint:
+        assert code_of(post(endpoint, body={**ASK, "n": 2, "max_tokens": 50})) == (503, "unavailable")
+        slow.go.release(10**6)
+        wait_until(lambda: numbers(endpoint)["nbdist_texts_running"] == 0)
+        assert slow.steps <= 1
 
 
 def test_health_says_whether_a_worker_serves(model, tokenizer):
