@@ -12,14 +12,11 @@ from typing import Any
 
 # The signals that another process, the user or a timer may send, and whose handlers may raise an error. The handler of
 # SIGCHLD raises one where torch's DataLoader has workers.
-_DEFERRED = tuple(
-    getattr(signal, name)
-    for name in (
-        *("SIGINT", "SIGTERM", "SIGALRM", "SIGCHLD", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGVTALRM", "SIGPROF", "SIGQUIT"),
-        *("SIGXCPU", "SIGIO", "SIGPIPE", "SIGWINCH", "SIGTSTP", "SIGCONT", "SIGTTIN", "SIGTTOU", "SIGURG"),
-    )
-    if hasattr(signal, name)
+_NAMES = (
+    *("SIGINT", "SIGTERM", "SIGALRM", "SIGCHLD", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGVTALRM", "SIGPROF", "SIGQUIT"),
+    *("SIGXCPU", "SIGIO", "SIGPIPE", "SIGWINCH", "SIGTSTP", "SIGCONT", "SIGTTIN", "SIGTTOU", "SIGURG"),
 )
+_DEFERRED = tuple(getattr(signal, name) for name in _NAMES)
 
 
 # So many handlers may raise an error, one after the other, while the others are restored or run.

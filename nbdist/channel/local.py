@@ -52,14 +52,9 @@ _ACCEPT_AGAIN_AFTER = 0.1  # seconds
 _FEWEST_CONNECTIONS = 16  # that are accepted even if this process may have very few files open
 _EVENTS_PER_POLL = 16
 # The events of a file that wake threads: readable, reported once, to one thread rather than to all threads.
-_READABLE_ONCE = select.EPOLLIN | select.EPOLLET | select.EPOLLEXCLUSIVE if hasattr(select, "epoll") else 0
+_READABLE_ONCE = select.EPOLLIN | select.EPOLLET | select.EPOLLEXCLUSIVE
 
 _log = logging.getLogger("nbdist.channel")
-
-
-def is_available() -> bool:
-    """Return whether this system has unix sockets, their peers' user ids, and epoll."""
-    return hasattr(socket, "AF_UNIX") and hasattr(socket, "SO_PEERCRED") and hasattr(select, "epoll")
 
 
 class LocalChannel:

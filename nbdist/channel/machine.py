@@ -59,8 +59,7 @@ def has_nvidia_driver() -> bool:
 
 def cores() -> int:
     """Return how many cores this process may use at once, at least 1; its control groups' limit is rounded down."""
-    mine = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, int(min(mine, _quota_of_cores())))
+    return max(1, int(min(len(os.sched_getaffinity(0)), _quota_of_cores())))
 
 
 @functools.cache  # every backward pass asks

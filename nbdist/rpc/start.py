@@ -94,7 +94,7 @@ def start_agent(
         )
         undo.callback(zeromq.close)
         channel: Channel = zeromq
-        if options.channel == "auto" and local.is_available():
+        if options.channel == "auto":
             channel = local.LocalChannel(zeromq, max_message=options.max_message)
             undo.callback(channel.close)
         if wrap is not None:

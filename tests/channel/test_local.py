@@ -5,7 +5,6 @@ import fcntl
 import os
 import resource
 import secrets
-import select
 import shutil
 import signal
 import socket
@@ -576,11 +575,6 @@ def test_channels_come_and_go_without_leaving_files():
     for _ in range(10):
         come_and_go()
     assert len(os.listdir("/proc/self/fd")) <= before
-
-
-@pytest.mark.skipif(not hasattr(select, "epoll"), reason="Linux")
-def test_it_is_available_here():
-    assert local.is_available()
 
 
 def test_who_could_not_be_let_in_at_once_is_let_in_later(caplog):

@@ -27,9 +27,8 @@ def guard_streams() -> None:
     """
     from ipykernel.iostream import OutStream
 
-    if hasattr(ctypes.CDLL(None), "tee"):  # only Linux has tee
-        stream: Any = OutStream
-        stream._watch_pipe_fd = _watch
+    stream: Any = OutStream
+    stream._watch_pipe_fd = _watch
 
 
 def hand_over(file: int) -> None:

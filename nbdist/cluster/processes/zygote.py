@@ -49,6 +49,7 @@ from typing import Any
 
 import msgspec
 
+_prctl = ctypes.CDLL(None).prctl
 _PDEATHSIG, _SUBREAPER = 1, 36  # options of prctl: the signal at the parent's death; adopt the orphans of descendants
 
 _THREAD_ENDS_WITHIN = 0.3  # seconds for which the system may still list a thread that has been joined
@@ -306,11 +307,11 @@ class _Zygote:
         """
         me = os.getpid()
         failed = False
-        _prctl(_SUBREAPER, 1)
+        _prctl(_SUBREAPER, 1, 0, 0, 0)
         self._heed_signals()
         try:
             complaints = self._import(self._setup.preload)
-            self._forks = self._setup.fork and hasattr(os, "fork") and _is_safe_to_fork()
+            self._forks = self._setup.fork and _is_safe_to_fork()
             self._line.send(ZygoteReady(self._forks, complaints))
             return self._listen()
         except Exception:  # the zygote's own: it ends, and the owner finds the traceback in the log
@@ -580,14 +581,9 @@ def _open_process(pid: int) -> int:
 
 def _die_with(parent: int) -> None:
     """Let Linux kill this process when its parent dies, even while a thread holds the GIL; exit if it is dead."""
-    _prctl(_PDEATHSIG, signal.SIGKILL)
+    _prctl(_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:  # it died before prctl, so no signal will come
         os._exit(0)
-
-
-def _prctl(option: int, value: int) -> None:
-    with contextlib.suppress(AttributeError, OSError):  # only Linux has prctl
-        ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
 
 
 def _kill_group(pid: int) -> None:
