@@ -12,20 +12,16 @@ from nbdist.cluster.interrupting import Interrupts
 from nbdist.cluster.jupyter import labels
 from nbdist.cluster.jupyter.jupyter_wire import pack
 from nbdist.cluster.jupyter.kernel_connection import KernelThread, Message
-from nbdist.cluster.kernels.cells import Cell
+from nbdist.cluster.kernels.cells import Cell, CellOptions
 from nbdist.cluster.kernels.routing import Router
 from nbdist.cluster.kernels.workers import Worker
 from nbdist.cluster.lifecycle import Lifecycle
 from nbdist.cluster.lookout import Lookout
-from nbdist.cluster.output.outlet import make_arranger
-from nbdist.cluster.output.sinks import Sink, current_sink
+from nbdist.cluster.output.sinks import current_sink
 from nbdist.cluster.team import Targets, Team
 from nbdist.cluster.worker.output import METADATA
 from nbdist.errors import NbdistError, UsageError
 from nbdist.rpc.agent import Agent
-
-PROGRESS_AFTER = 10.0
-"""Seconds without output after which a line shows what the workers of a cell wait for."""
 
 _OUTPUT_ARRIVES_WITHIN = 1.0  # seconds to wait for output that may be on the way
 
@@ -45,67 +41,38 @@ class CellSender:
         self.collation = Collation(self.team.workers, self.thread, self.agent, self.lifecycle)
         self._counter = 0  # numbers the cells where there is no notebook
 
-    def execute(
-        self,
-        code: str,
-        targets: Targets = None,
-        *,
-        block: bool = True,
-        timeout: float | None = None,
-        group_outputs: bool = False,
-        keep: bool = False,
-        sink: Sink | None = None,
-        quiet: bool = False,
-        fail_fast: bool = False,
-        progress_after: float | None = None,
-        above: int = 0,
-    ) -> Cell:
+    def execute(self, code: str, targets: Targets, options: CellOptions, timeout: float | None = None) -> Cell:
         """Run a cell, as `Cluster.execute` does, on workers that have started."""
-        if progress_after is None:
-            progress_after = PROGRESS_AFTER
         with self.lifecycle.choosing() as token:
             workers = self.team.select(targets)
-            sink = sink or current_sink()
+            sink = options.sink or current_sink()
             self._counter += 1
             number = labels.cell_number() or self._counter
             names = [worker.name for worker in workers]
-            cell = Cell(
-                code,
-                names,
-                sink,
-                make_arranger(names, sink, grouped=group_outputs),
-                self.thread,
-                self.interrupts.stop_cell,
-                self._answer,
-                number=number,
-                above=above,
-                foreground=block,
-                quiet=quiet,
-                fail_fast=fail_fast,
-            )
+            cell = Cell(code, names, number, sink, options, self.thread, self.interrupts.stop_cell, self._answer)
             labels.note_sent(cell.source, number)  # before it is sent: a worker may fail at once
             cell.why_late = lambda: [each.text for each in self.collation.partings()]
-            if not quiet:
+            if not options.quiet:
                 cell.before_end = self.collation.at_end_of_cell
-            if keep:
+            if options.keep:
                 ids = [(part.worker, part.id) for part in cell.parts.values()]
                 # A weak reference: else this object, whose router keeps the last cells, would never end.
                 cell.kept = weakref.finalize(cell, _drop_values_soon, weakref.ref(self), ids)
                 cell.kept.atexit = False
-            options = {"silent": False, "store_history": True, "user_expressions": {}, "stop_on_error": False}
-            request = {"code": code, "allow_stdin": block and sink.interactive, **options}
+            usual = {"silent": False, "store_history": True, "user_expressions": {}, "stop_on_error": False}
+            request = {"code": code, "allow_stdin": options.block and sink.interactive, **usual}
             origin = self.router.origins.current()
-            told = {METADATA: {"number": number, "keep": keep, "above": above, "origin": origin}}
+            told = {METADATA: {"number": number, "keep": options.keep, "above": options.above, "origin": origin}}
             packed = pack(request), pack(told)  # once, for all workers
 
             def send() -> None:
                 if not self.thread.soon(self.send, token, cell, workers, *packed):
                     raise UsageError("this cluster has been shut down; make another")
-                if progress_after > 0 and sink.interactive:
+                if options.progress_after > 0 and sink.interactive:
                     parts = self.lifecycle.launcher.probe, cell, self.team, self.collation
-                    self.thread.soon(Lookout(self.thread, self.agent, *parts, progress_after).start)
+                    self.thread.soon(Lookout(self.thread, self.agent, *parts, options.progress_after).start)
 
-            if block:
+            if options.block:
                 try:
                     cell.wait(timeout, begin=send)
                 except BaseException:

@@ -10,7 +10,7 @@ import torch
 
 from nbdist.cluster.cell_sender import CellSender, forget_values
 from nbdist.cluster.errors import named_in_errors
-from nbdist.cluster.kernels.cells import Cell, CellPart
+from nbdist.cluster.kernels.cells import Cell, CellOptions, CellPart
 from nbdist.cluster.kernels.workers import require_alive
 from nbdist.cluster.targets import means_one
 from nbdist.cluster.team import Targets, Team
@@ -32,7 +32,7 @@ class CellValues:
 
     def evaluate(self, expression: str, targets: Targets = None, timeout: float | None = None) -> Any:
         """Return a copy of an expression's value on a worker, or a list of values for several workers."""
-        cell = self._sender.execute(expression, targets, timeout=timeout, keep=True, quiet=True)
+        cell = self._sender.execute(expression, targets, CellOptions(keep=True, quiet=True), timeout)
         try:
             # The value is a copy: no context records its way here, and a leaf stays a leaf.
             with torch.no_grad(), named_in_errors(expression):
@@ -72,12 +72,14 @@ class CellValues:
         require_alive(workers)
         names, ranks, token = [each.name for each in workers], [each.rank for each in workers], os.urandom(8).hex()
         code = f"__import__('nbdist.rpc.api', fromlist=['_']).current_agent().named.find('pushed').place({token!r})"
-        self._sender.execute("pass", ranks, quiet=True)  # waits with a line that says for whom, as calls do not
+        self._sender.execute(
+            "pass", ranks, CellOptions(quiet=True)
+        )  # waits with a line that says for whom, as calls do not
         try:
             with torch.no_grad():  # as in `evaluate`; also avoids the warning that no gradient will come back
                 args = "pushed", "receive", token, dict(variables)
                 ask_each(self._agent, call_method, dict.fromkeys(names, args), label="pushed.receive").or_raise()
-            self._sender.execute(code, ranks, quiet=True)
+            self._sender.execute(code, ranks, CellOptions(quiet=True))
         except BaseException as error:  # Ctrl-C, too: the workers would keep the values
             for name in names:
                 self._agent.at(name, "pushed").cast("forget", token)  # not where the worker is gone

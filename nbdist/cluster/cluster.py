@@ -32,7 +32,7 @@ from nbdist.cluster.executor import Lanes, WorkerExecutor
 from nbdist.cluster.interrupting import Interrupts
 from nbdist.cluster.jupyter import labels
 from nbdist.cluster.jupyter.kernel_connection import KernelThread
-from nbdist.cluster.kernels.cells import Cell
+from nbdist.cluster.kernels.cells import Cell, CellOptions
 from nbdist.cluster.kernels.routing import Router
 from nbdist.cluster.kernels.workers import Worker
 from nbdist.cluster.launching import launcher_of
@@ -514,19 +514,8 @@ class Cluster:
         """
         seconds = None if timeout is None else durations.positive(timeout)
         self.start()
-        return self._cells.execute(
-            code,
-            targets,
-            block=block,
-            timeout=seconds,
-            group_outputs=group_outputs,
-            keep=keep,
-            sink=sink,
-            quiet=quiet,
-            fail_fast=fail_fast,
-            progress_after=progress_after,
-            above=above,
-        )
+        options = CellOptions(block, group_outputs, keep, sink, quiet, fail_fast, progress_after, above)
+        return self._cells.execute(code, targets, options, seconds)
 
     # -- calls ----------------------------------------------------------------------------------
 

@@ -163,15 +163,20 @@ def test_a_worker_that_a_signal_has_stopped_is_named(notebook):
     assert cell.error is None
 
 
+DEFAULTS = "CellOptions.__init__.__defaults__"  # the last two: `progress_after` and `above`
+
+
 @pytest.fixture
 def behind(notebook):
     """The name of a cell that worker0 runs. Lines come after 2 s, also those of magics that have no option for it."""
-    notebook.run("import nbdist; from nbdist.cluster import cell_sender; cell_sender.PROGRESS_AFTER = 2")
-    notebook.run("nbdist.Cluster.execute.__kwdefaults__['progress_after'] = 2")
+    notebook.run("import nbdist; from nbdist.cluster.kernels.cells import CellOptions")
+    notebook.run(f"{DEFAULTS} = (*{DEFAULTS}[:-2], 2, 0); nbdist.Cluster.execute.__kwdefaults__['progress_after'] = 2")
     earlier = notebook.run("%%remote 0 -a\nimport time\ntime.sleep(600)")
     yield earlier.name
     notebook.run("nbdist.Cluster.current.interrupt()")
-    notebook.run("cell_sender.PROGRESS_AFTER = nbdist.Cluster.execute.__kwdefaults__['progress_after'] = 10")
+    notebook.run(
+        f"{DEFAULTS} = (*{DEFAULTS}[:-2], 10, 0); nbdist.Cluster.execute.__kwdefaults__['progress_after'] = 10"
+    )
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ import queue
 import time
 import weakref
 from collections.abc import Callable, Generator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from getpass import getpass
 from typing import Any
 
@@ -35,8 +35,8 @@ from nbdist.cluster.jupyter.kernel_connection import KernelThread, Message
 from nbdist.cluster.jupyter.page_lines import moved_down
 from nbdist.cluster.kernels.notices import say_failed, say_stopped
 from nbdist.cluster.kernels.output_widgets import own_request
-from nbdist.cluster.output.arranger import LEFT_OUT, Arranger, Published, say_left_out, say_names, stream_text
-from nbdist.cluster.output.outlet import Outlet
+from nbdist.cluster.output.arranger import LEFT_OUT, Published, say_left_out, say_names, stream_text
+from nbdist.cluster.output.outlet import Outlet, make_arranger
 from nbdist.cluster.output.sinks import Sink
 
 _log = logging.getLogger("nbdist.cluster")
@@ -102,6 +102,21 @@ class CellPart:
             action()
 
 
+@dataclass(frozen=True)
+class CellOptions:
+    """The options of `Cluster.execute` for one cell, but for its time limit."""
+
+    block: bool = True
+    group_outputs: bool = False
+    keep: bool = False
+    sink: Sink | None = None
+    quiet: bool = False
+    fail_fast: bool = False
+    progress_after: float = 10.0
+    above: int = 0
+
+
+@dataclass(eq=False, repr=False)
 class Cell:
     """Handle of a cell that runs on workers, which ``Cluster.execute(..., block=False)`` and ``%%remote -a`` return.
 
@@ -115,42 +130,21 @@ class Cell:
         cell.wait(60)      # interrupts the workers after 60 s, and raises CellTimeout
     """
 
-    def __init__(
-        self,
-        code: str,
-        workers: Sequence[str],
-        sink: Sink,
-        arranger: Arranger,
-        thread: KernelThread,
-        interrupt: Callable[[Cell], Sequence[str]],
-        answer: Callable[[str, str, Message], None],
-        *,
-        number: int,
-        above: int = 0,
-        foreground: bool,
-        quiet: bool = False,
-        fail_fast: bool = False,
-    ) -> None:
-        """Prepare a cell; `Cluster.execute` sends it.
+    code: str
+    workers: InitVar[Sequence[str]]
+    number: int  # of the cell in tracebacks and print logs
+    sink: Sink
+    _options: CellOptions
+    _thread: KernelThread
+    _interrupt: Callable[[Cell], Sequence[str]]  # returns a text for each worker that does not stop
+    _answer: Callable[[str, str, Message], None]  # sends the user's input for a request to a worker
 
-        ``interrupt(cell)`` interrupts the workers and returns a text for each worker that does not stop.
-        ``answer(worker, text, request)`` sends the user's input to a worker. ``number`` is the number that the cell has
-        in tracebacks and print logs, ``above`` the number of lines above the code in the notebook's cell.
-        ``foreground`` means that a caller waits for the cell; a ``quiet`` cell shows neither its result nor notices.
-        """
-        self.code = code
+    def __post_init__(self, workers: Sequence[str]) -> None:
         # Below as many empty lines as stand above the code in the page's cell, so that line numbers agree.
-        self.source = moved_down(code, above)
-        self.sink = sink
+        self.source = moved_down(self.code, self._options.above)
         self.parts = {worker: CellPart(worker, new_id()) for worker in workers}
-        self._outlet = Outlet(thread, arranger, sink, number)
-        self._thread = thread
-        self._interrupt = interrupt
-        self._answer = answer
-        self.number = number
-        self._foreground = foreground
-        self._quiet = quiet
-        self._fail_fast = fail_fast
+        arranger = make_arranger(workers, self.sink, grouped=self._options.group_outputs)
+        self._outlet = Outlet(self._thread, arranger, self.sink, self.number)
         self._events: queue.SimpleQueue[tuple[str, Message] | None] = queue.SimpleQueue()
         self._when_done: list[Callable[[], object]] = []
         self._finished = False
@@ -234,7 +228,7 @@ class Cell:
 
     def _how_to_debug(self) -> list[str]:
         """Return the line that says how to debug a failed worker; nothing if no user is there to type it."""
-        if not self._foreground or self._quiet or not self.sink.interactive:
+        if not self._options.block or self._options.quiet or not self.sink.interactive:
             return []
         found = next((error.worker for error in self._own_errors() if error.name not in _WITHOUT_DEBUG_HINT), None)
         return [f"To look around where it failed: `%debug` in a cell of `%%remote {found}`"] if found else []
@@ -244,7 +238,7 @@ class Cell:
         errors = self.errors
         # With ``fail_fast``, the first error interrupts the other workers: these KeyboardInterrupts are no causes.
         causes = [error for error in errors if error.name != "KeyboardInterrupt"]
-        return causes if self._fail_fast and causes else errors
+        return causes if self._options.fail_fast and causes else errors
 
     def move_to(self, sink: Sink) -> None:
         """Show further output at another place, because the user has run the same notebook cell again.
@@ -385,7 +379,7 @@ class Cell:
             for payload in (part.reply or {}).get("payload", ()):
                 found.setdefault(payload.get("source", ""), payload)  # one of each kind: the first worker's
         found.pop("ask_exit", None)  # ends the worker's kernel, not the notebook's
-        if self._foreground and not self._quiet:
+        if self._options.block and not self._options.quiet:
             for payload in found.values():
                 self.sink.hand_on(payload)
 
@@ -416,7 +410,7 @@ class Cell:
                 self._on_idle(part)
         elif kind == "execute_input":
             part.begin()
-        elif kind != "iopub_welcome" and not (self._quiet and kind == "execute_result"):
+        elif kind != "iopub_welcome" and not (self._options.quiet and kind == "execute_result"):
             self.last_output = time.monotonic()
             if kind.startswith("comm_"):
                 content = own_request(content, part.id, self.sink.id)
@@ -513,9 +507,9 @@ class Cell:
             if not self.running:
                 self._outlet.finish()
             elif part.error is not None and not self.interrupted:
-                after = _FAST_NOTICE_AFTER if self._fail_fast else _NOTICE_AFTER
+                after = _FAST_NOTICE_AFTER if self._options.fail_fast else _NOTICE_AFTER
                 self._thread.loop.call_later(after, self._tell_failed)
-                if self._fail_fast:
+                if self._options.fail_fast:
                     self._stop()
         finally:  # even if showing the output fails, the waiting threads must wake
             if not self.running:
@@ -523,13 +517,13 @@ class Cell:
 
     def _tell_failed(self) -> None:
         """Show a notice below the cell that names the workers that have failed, while others still run."""
-        interrupted = self.interrupted and not self._fail_fast
-        if self._finished or interrupted or self._quiet or not self.sink.interactive:
+        interrupted = self.interrupted and not self._options.fail_fast
+        if self._finished or interrupted or self._options.quiet or not self.sink.interactive:
             return
         errors = [error for error in self._own_errors() if error.worker not in self._told]
         self._told.update(error.worker for error in errors)  # each failure is told once
         if errors:
-            ends = self.sink.stop_says if self._foreground else "its cancel() ends"
+            ends = self.sink.stop_says if self._options.block else "its cancel() ends"
             text = say_failed(errors, self.running, ends)
             self.sink.page.publish(stream_text("stderr", text))
 
@@ -545,7 +539,7 @@ class Cell:
             except Exception:  # such as an event loop that has closed; the other callbacks must still run
                 _log.exception("a callback for the end of a cell failed")
         # A background cell, whose error nobody has seen or will see.
-        if not (self._foreground or self._error_shown or is_awaited) and (error := self.error()) is not None:
+        if not (self._options.block or self._error_shown or is_awaited) and (error := self.error()) is not None:
             self.sink.publish(Published("error", error_content(error)))
 
     def _show_or_hold(self, part: CellPart, message: Published) -> None:
