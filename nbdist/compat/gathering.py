@@ -3,9 +3,9 @@
 The members, sorted by name, form a tree in which each one has at most `_FAN_OUT` children. The *leader*, the root of
 the tree, is the first member by name. Objects travel up by RPC, and then all of them travel down::
 
-                   ┌── gather_to_leader, gather_from_subtree: the objects below ──> parent ── ... ──> leader
-    member, child ─┤                                                                                    │ has all
-                   └── broadcast_to_followers: all objects, by name <────────────── parent <── ... ─────┘
+                   ┌── gather_from_subtree: the objects below ───────> parent ── ... ──> leader
+    member, child ─┤                                                                       │ has all
+                   └── broadcast_to_followers: all objects, by name <─ parent <── ... ─────┘
 
 A member returns the objects only after all members below it have them. So no member leaves before all below it have the
 objects. In a group of 17 or fewer, all other members are children of the leader.
@@ -125,21 +125,11 @@ def _find_round(sequence_id: str) -> _Round | None:
     return _rounds[incarnation, sequence_id]  # messages may arrive before this worker itself calls `all_gather`
 
 
-def gather_to_leader(sequence_id: str, worker_name: str, obj: Any, worker_names: Collection[str]) -> None:
-    """Add the object of one member, on the leader. In a group of 17 or fewer, the other members call this by RPC.
-
-    Raises RuntimeError if the member has sent its object before.
-    """
-    _add(sequence_id, worker_name, {worker_name: obj}, set(worker_names))
-
-
 def gather_from_subtree(sequence_id: str, worker_name: str, objects: dict[str, Any]) -> None:
-    """Add the objects of a member and of all below it, on its parent: `gather_to_leader` for groups of more than 17."""
-    _add(sequence_id, worker_name, objects, None)
+    """Add the objects of a member and of all below it; end this member's wait when it has those of its own subtree.
 
-
-def _add(sequence_id: str, worker_name: str, objects: dict[str, Any], needed: set[str] | None) -> None:
-    """Add objects to a round; end this member's wait for objects when it has those of all ``needed`` members."""
+    A child calls this on its parent by RPC. Raises RuntimeError if it has sent its objects before.
+    """
     with _lock:
         if (gathering := _find_round(sequence_id)) is None:
             return  # this member has given up
@@ -149,8 +139,7 @@ def _add(sequence_id: str, worker_name: str, objects: dict[str, Any], needed: se
                 "often"
             )
         gathering.parts.update(objects)
-        gathering.needed = gathering.needed or needed
-        complete = gathering.needed is not None and gathering.needed == gathering.parts.keys()
+        complete = gathering.needed == gathering.parts.keys()
         parts = dict(gathering.parts) if complete else {}
     if complete:  # outside of the lock: settling runs callbacks
         gathering.collected.try_settle(parts, None)
@@ -165,9 +154,8 @@ def broadcast_to_followers(sequence_id: str, objects_map: dict[str, Any]) -> Non
     with _lock:
         gathering = _rounds.get((agent.me.incarnation, sequence_id))
     try:
-        if len(objects_map) > _FAN_OUT + 1:
-            timeout = -1.0 if gathering is None else gathering.timeout
-            _broadcast(sequence_id, objects_map, tree_place(sorted(objects_map), agent.me.name).children, timeout)
+        timeout = -1.0 if gathering is None else gathering.timeout
+        _broadcast(sequence_id, objects_map, tree_place(sorted(objects_map), agent.me.name).children, timeout)
     finally:
         if gathering is not None:  # else this member has sent its objects, and then given up
             gathering.whole.try_settle(objects_map, None)
@@ -224,23 +212,19 @@ def all_gather(obj: Any, worker_names: Collection[str] | None, timeout: float) -
         _numbers[group] += 1
         sequence_id = _sequence_id(names, number)
         gathering = _rounds[agent.me.incarnation, sequence_id]
-        gathering.timeout = timeout
+        gathering.timeout, gathering.needed = timeout, place.below
     near = [record.incarnation for name in place.neighbours if (record := agent.membership.names.get(name))]
     wait = _Wait(agent, names, number, place, time.monotonic() + timeout if timeout > 0 else math.inf)
     try:
         with agent.links.attend(near):
             objects = {me: obj}
             if me == names[0] or place.children:
-                _add(sequence_id, me, objects, place.below)
+                gather_from_subtree(sequence_id, me, objects)
                 objects = wait.until(gathering.collected)
             if me == names[0]:
                 _broadcast(sequence_id, objects, place.children, timeout)
                 return objects
-            parent = place.above[0]
-            if len(names) > _FAN_OUT + 1:
-                api.rpc_sync(parent, gather_from_subtree, (sequence_id, me, objects), timeout=timeout)
-            else:
-                api.rpc_sync(parent, gather_to_leader, (sequence_id, me, obj, names), timeout=timeout)
+            api.rpc_sync(place.above[0], gather_from_subtree, (sequence_id, me, objects), timeout=timeout)
             return wait.until(gathering.whole)
     except (WorkerLost, UnknownWorker) as error:
         if gathering.fail(error, on_leader=me == names[0]):  # False if another member has told this one and the others

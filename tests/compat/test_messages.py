@@ -145,9 +145,9 @@ def test_torchs_words_for_a_reference_after_the_end():
 
 def test_all_gather_that_is_called_unequally():
     with World(2) as world, world[0].activate():
-        gathering.gather_to_leader("round 1", "worker1", 3, ["worker0", "worker1"])
+        gathering.gather_from_subtree("round 1", "worker1", {"worker1": 3})
         with pytest.raises(RuntimeError, match=r"worker1 has sent its part of round 1 before: all workers must call"):
-            gathering.gather_to_leader("round 1", "worker1", 3, ["worker0", "worker1"])
+            gathering.gather_from_subtree("round 1", "worker1", {"worker1": 3})
 
 
 def test_all_gather_whose_answer_does_not_reach_a_worker():

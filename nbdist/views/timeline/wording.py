@@ -129,7 +129,6 @@ _WORDS: Mapping[str, str | Callable[..., tuple[str, str]]] = {
     "cluster.inspection.comparing:part_of": "part of a value",
     "cluster.worker.output:take_last_value": "value of a cell",
     "autograd.inspection:local_nodes": "look at a graph",
-    "compat.gathering:gather_to_leader": "gather objects",
     "compat.gathering:gather_from_subtree": "gather objects",
     "compat.gathering:broadcast_to_followers": "hand gathered objects out",
     "compat.gathering:fail_gathering": "tell that a gathering failed",
