@@ -7,9 +7,10 @@ block collects their futures.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import threading
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import torch
@@ -38,49 +39,28 @@ _is_current_rpc_agent_set = rpc.is_initialized
 # -- calls --------------------------------------------------------------------------------------
 
 
-def rpc_sync(
-    to: str | int | WorkerInfo,
-    func: Callable[..., Any],
-    args: Sequence[Any] | None = None,
-    kwargs: Mapping[str, Any] | None = None,
-    timeout: float = UNSET_RPC_TIMEOUT,
-) -> Any:
-    """Run a function on a worker and return the result; see `nbdist.rpc.rpc_sync`."""
-    try:
-        return rpc.rpc_sync(to, func, args, kwargs, timeout)
-    except UsageError as error:
-        words.refuse_call(error, to)
+def _in_torchs_words(call: Callable[..., Any]) -> Callable[..., Any]:
+    # Not with the call's ``__module__``: a program may send the function itself, which is pickled by its own place.
+    @functools.wraps(call, assigned=("__name__", "__qualname__", "__doc__", "__annotations__"))
+    def stand_in(to: str | int | WorkerInfo, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return call(to, *args, **kwargs)
+        except UsageError as error:
+            words.refuse_call(error, to)
+
+    return stand_in
 
 
-def rpc_async(
-    to: str | int | WorkerInfo,
-    func: Callable[..., Any],
-    args: Sequence[Any] | None = None,
-    kwargs: Mapping[str, Any] | None = None,
-    timeout: float = UNSET_RPC_TIMEOUT,
-) -> Future[Any]:
+rpc_sync, remote, _rpc_async = map(_in_torchs_words, (rpc.rpc_sync, rpc.remote, rpc.rpc_async))
+
+
+@functools.wraps(_rpc_async)
+def rpc_async(*args: Any, **kwargs: Any) -> Future[Any]:
     """Run a function on a worker and return a Future at once; see `nbdist.rpc.rpc_async`."""
-    try:
-        future = rpc.rpc_async(to, func, args, kwargs, timeout)
-    except UsageError as error:
-        words.refuse_call(error, to)
+    future: Future[Any] = _rpc_async(*args, **kwargs)
     if hasattr(_thread_local_var, "future_list"):
         _thread_local_var.future_list.append(future)
     return future
-
-
-def remote(
-    to: str | int | WorkerInfo,
-    func: Callable[..., Any],
-    args: Sequence[Any] | None = None,
-    kwargs: Mapping[str, Any] | None = None,
-    timeout: float = UNSET_RPC_TIMEOUT,
-) -> RRef[Any]:
-    """Run a function on a worker and return a reference to the result; see `nbdist.rpc.remote`."""
-    try:
-        return rpc.remote(to, func, args, kwargs, timeout)
-    except UsageError as error:
-        words.refuse_call(error, to)
 
 
 def get_worker_info(worker_name: str | int | WorkerInfo | None = None) -> WorkerInfo:
