@@ -5,10 +5,10 @@ Imports only modules that load fast.
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Callable
 
-from nbdist.cluster.output.arranger import Published, stream_text
+from nbdist.cluster.output.arranger import stream_text
+from nbdist.cluster.output.in_place import InPlace
 from nbdist.cluster.output.sinks import PlainSink, Sink, current_sink
 from nbdist.trace import Steps
 
@@ -30,18 +30,14 @@ class LiveText:
     """
 
     def __init__(self, sink: Sink) -> None:
-        self._sink = sink
-        self._id = uuid.uuid4().hex
-        self._kind = "display_data"
+        self._text = InPlace(sink)
         # A terminal cannot replace a text once others have written below it.
         self._live = sink.interactive and not isinstance(sink, PlainSink)
 
     def draw(self, text: str, *, last: bool = False) -> None:
         """Show a text in place of the one before. ``last`` says that no other text follows."""
         if self._live or last:
-            content = {"data": {"text/plain": text}, "metadata": {}, "transient": {"display_id": self._id}}
-            self._sink.publish(Published(self._kind, content))
-            self._kind = "update_display_data"
+            self._text.show(text)
 
 
 def line_in_place() -> Steps:
