@@ -1,7 +1,5 @@
 """Replaces torch.distributed.optim.optimizer, whose class works only with references that TorchScript knows."""
 
-from __future__ import annotations
-
 from nbdist.optim.optimizer import DistributedOptimizer
 
 __all__ = ["DistributedOptimizer"]

@@ -22,8 +22,6 @@ module           contents
 ================ ==========================================================================================
 """
 
-from __future__ import annotations
-
 from nbdist.nn.cutting import cut
 from nbdist.nn.pipeline import Pipeline
 from nbdist.nn.reference import Reference

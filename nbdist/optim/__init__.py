@@ -11,8 +11,6 @@ calls all owners and raises `StepFailed` if several fail. `parameters` reads and
 joins the owners' states into one that does not depend on the workers.
 """
 
-from __future__ import annotations
-
 from nbdist.optim.clipping import clip_grad_norm_
 from nbdist.optim.local import StepFailed
 from nbdist.optim.optimizer import DistributedOptimizer

@@ -11,8 +11,6 @@ tensor([0., 0., 0.])
 # what it has decided; `links` and `pool` move messages and run them; `agent` makes and joins the parts; `start` brings
 # it into a world; `api` is torch's face. `docs/a_call.md` goes through them.
 
-from __future__ import annotations
-
 from nbdist.rpc import functions
 from nbdist.rpc.api import get_worker_info, init_rpc, is_available, remote, rpc_async, rpc_sync, shutdown
 from nbdist.rpc.calls.collecting import wait_all

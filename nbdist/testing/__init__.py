@@ -16,8 +16,6 @@
 or delayed with that message.
 """
 
-from __future__ import annotations
-
 from nbdist.channel.faulty import Faults, FaultyChannel
 from nbdist.channel.inprocess import InProcessChannel, Network
 from nbdist.testing.launchers import LauncherContract

@@ -18,8 +18,6 @@ An *atom* is None, a bool, an int, a float, a str or bytes. The *body* is the fi
 of protocol 5. Decoding runs code, as unpickling does; callers authenticate the sender first.
 """
 
-from __future__ import annotations
-
 from nbdist.wire.decoding import NOT_DECODED, decode, decode_early, decodes_quickly
 from nbdist.wire.encoded import Encoded
 from nbdist.wire.encoding import encode

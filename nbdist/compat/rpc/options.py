@@ -1,7 +1,5 @@
 """Replaces torch.distributed.rpc.options."""
 
-from __future__ import annotations
-
 from nbdist.compat.options import TensorPipeRpcBackendOptions
 
 __all__ = ["TensorPipeRpcBackendOptions"]
