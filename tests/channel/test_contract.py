@@ -7,6 +7,7 @@ from itertools import count
 
 import pytest
 from helpers.abuse.interrupts import Interrupts
+from helpers.threads import in_thread
 
 from nbdist.channel.contract import Channel, ChannelError
 from nbdist.channel.local import LocalChannel
@@ -76,20 +77,6 @@ def receive(channel):
     raise AssertionError("nothing came")
 
 
-def in_thread(function):
-    """Run `function` in a thread; join, and hand back what it returned."""
-    outcome = []
-    thread = threading.Thread(target=lambda: outcome.append(function()), daemon=True)
-    thread.start()
-
-    def result():
-        thread.join(SOON)
-        assert outcome, "the thread hangs, or has failed"
-        return outcome[0]
-
-    return result
-
-
 def test_a_send_that_is_interrupted_spoils_no_other(open_channel):
     """Ctrl-C at any moment of one: it may arrive or not, but whole, and the next ones do."""
     here, there = open_channel(), open_channel()
@@ -118,7 +105,7 @@ def test_a_send_that_is_interrupted_spoils_no_other(open_channel):
     for _ in range(10):
         send()
     link.send([b"last"], "test")
-    assert read_all()
+    assert read_all.result(SOON)
     assert spoilt == []
     assert len(set(seen)) == len(seen)
     assert len(seen) > 100
@@ -166,7 +153,7 @@ def test_64_mb_arrive_whole(open_channel):
     link = here.connect(there.addresses)
     received = in_thread(lambda: receive(there))
     link.send(frames, "call")
-    assert received() == frames
+    assert received.result(SOON) == frames
 
 
 def test_views_are_sent_as_they_are_at_the_call(open_channel):
@@ -208,7 +195,7 @@ def test_many_threads_send_at_once(open_channel):
         seen.add((number, index))
     assert len(seen) == threads * each
     for worker in workers:
-        worker()
+        worker.result(SOON)
 
 
 def test_many_senders(open_channel):
@@ -240,7 +227,7 @@ def test_a_wake_ends_a_receive(open_channel, timeout):
     for _ in range(5):
         received = in_thread(lambda: channel.receive(timeout))
         channel.wake()
-        assert received() is None
+        assert received.result(SOON) is None
 
 
 def test_a_wake_before_a_receive_counts(open_channel):
@@ -266,7 +253,7 @@ def test_no_wake_loses_a_message(open_channel):
         assert {receive(there)[0] for _ in range(200)} == {b"%d" % number for number in range(200)}
     finally:
         stop.set()
-        disturbing()
+        disturbing.result(SOON)
 
 
 # --- the end --------------------------------------------------------------------------------------
@@ -284,7 +271,7 @@ def test_closing_ends_a_receive(open_channel):
         received = in_thread(wait)
         assert entered.wait(SOON)
         channel.close()
-        assert received() is None
+        assert received.result(SOON) is None
 
 
 def test_a_closed_channel_receives_nothing_more_and_can_be_closed_and_woken_again(open_channel):

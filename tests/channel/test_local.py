@@ -20,6 +20,7 @@ from pathlib import Path
 import psutil
 import pytest
 from helpers.processes import file_table, workers
+from helpers.threads import in_thread
 from helpers.waiting import wait_until
 from hypothesis import given
 from hypothesis import strategies as st
@@ -89,19 +90,6 @@ def receive(channel):
         if frames is not None:
             return frames
     raise AssertionError("nothing came")
-
-
-def in_thread(function):
-    outcome = []
-    thread = threading.Thread(target=lambda: outcome.append(function()), daemon=True)
-    thread.start()
-
-    def result():
-        thread.join(SOON)
-        assert outcome, "the thread hangs, or has failed"
-        return outcome[0]
-
-    return result
 
 
 # --- cutting --------------------------------------------------------------------------------------
@@ -208,7 +196,7 @@ def test_a_large_message_is_cut_while_another_thread_reads(monkeypatch):
         raw(door).sendall(whole(b"small"))
         assert receive(door) == [b"small"]
         go_on.set()
-        assert result() == [large]
+        assert result.result(SOON) == [large]
         sender.join()
 
 
@@ -279,7 +267,7 @@ def test_two_that_send_each_other_much_at_once():
                 link.send(frames, "call")
         received = in_thread(lambda: [receive(here) for _ in range(2)])
         assert [receive(there) for _ in range(2)] == [frames, frames]
-        assert received() == [frames, frames]
+        assert received.result(SOON) == [frames, frames]
 
 
 def test_small_ones_do_not_get_into_a_large_one():
@@ -307,7 +295,7 @@ def test_threads_that_send_large_ones_through_one_link():
             number, body = receive(there)
             assert body == bytes([int(number)]) * (int(number) + 1) * 300_000
         for sender in senders:
-            sender()
+            sender.result(SOON)
 
 
 def test_a_slow_one_holds_up_nobody_else():
@@ -340,7 +328,7 @@ def test_what_waits_goes_out_before_the_channel_closes():
         link.send([b"goodbye"], "goodbye")
         link.close()
         here.close()
-        assert received() == [[b"much", bytes(BIG)], [b"goodbye"]]
+        assert received.result(SOON) == [[b"much", bytes(BIG)], [b"goodbye"]]
 
 
 def test_what_nobody_reads_does_not_keep_a_channel_open():
@@ -443,7 +431,7 @@ def test_two_threads_wait_and_one_is_woken_for_a_message():
         assert sorted(int(text) for text, _ in heard) == list(range(10_000))
         there.close()
         for listener in listeners:
-            listener()
+            listener.result(SOON)
 
 
 # --- the end of others ----------------------------------------------------------------------------

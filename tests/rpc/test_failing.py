@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.processes import workers
+from helpers.threads import in_thread
 from helpers.waiting import wait_until
 
 import nbdist
@@ -235,20 +236,6 @@ def test_a_future_that_fails_is_freed(world: World, kind: Any, ways: list[str]) 
 # -- several at once -------------------------------------------------------------------------------
 
 
-def in_thread(function: Callable[[], Any]) -> Any:
-    """Run ``function`` in a thread of its own; a wait in torch's C++ that goes wrong cannot be ended."""
-    outcome: Future[Any] = Future()
-
-    def run() -> None:
-        try:
-            outcome.try_settle(function(), None)
-        except BaseException as error:
-            outcome.try_settle(None, error)
-
-    threading.Thread(target=run, daemon=True).start()
-    return outcome
-
-
 TOGETHER: dict[str, Callable[[list[Any]], Any]] = {
     "rpc.wait_all": rpc.wait_all,
     "torch.wait_all": torch.futures.wait_all,
@@ -268,7 +255,7 @@ def test_the_first_error_ends_a_wait_for_several(way: str, others: Callable[[], 
         if not early:
             wrong.set_exception(KeyError("k"))
         with pytest.raises(KeyError, match="k"):
-            outcome.wait(SOON)
+            outcome.result(SOON)
 
 
 def test_an_error_of_torchs_own_future_ends_a_wait_for_several() -> None:
@@ -277,7 +264,7 @@ def test_an_error_of_torchs_own_future_ends_a_wait_for_several() -> None:
         outcome = in_thread(lambda way=way, theirs=theirs: way([Future(), theirs]))
         theirs.set_exception(KeyError("k"))
         with pytest.raises(KeyError, match="k"):
-            outcome.wait(SOON)
+            outcome.result(SOON)
 
 
 def test_lists_without_a_future_of_ours_stay_torchs_own() -> None:

@@ -10,6 +10,7 @@ import weakref
 import pytest
 import torch
 from helpers.processes import workers
+from helpers.threads import in_thread
 
 from nbdist import RpcTimeout, rpc
 from nbdist.rpc import wait_all
@@ -30,20 +31,6 @@ def failed(error):
     future = Future()
     future.set_exception(error)
     return future
-
-
-def in_thread(function):
-    """Run `function` in a thread; a future for what it returns."""
-    outcome = Future()
-
-    def run():
-        try:
-            outcome.set_result(function())
-        except BaseException as error:
-            outcome.set_exception(error)
-
-    threading.Thread(target=run, daemon=True).start()
-    return outcome
 
 
 # --- settling and looking -------------------------------------------------------------------------
@@ -102,7 +89,7 @@ def test_of_many_who_settle_one_wins():
         return future.try_settle(number, None)
 
     won = [in_thread(lambda number=number: settle(number)) for number in range(8)]
-    assert sum(outcome.wait(SOON) for outcome in won) == 1
+    assert sum(outcome.result(SOON) for outcome in won) == 1
 
 
 # --- waiting --------------------------------------------------------------------------------------
@@ -122,7 +109,7 @@ def test_all_who_wait_are_woken():
     future = Future()
     waiting = [in_thread(lambda: future.wait(SOON)) for _ in range(16)]
     future.set_result("x")
-    assert [outcome.wait(SOON) for outcome in waiting] == ["x"] * 16
+    assert [outcome.result(SOON) for outcome in waiting] == ["x"] * 16
 
 
 def test_who_is_being_woken_hides_the_outcome_from_nobody(monkeypatch):
@@ -163,7 +150,7 @@ def test_who_is_being_woken_hides_the_outcome_from_nobody(monkeypatch):
         future.add_done_callback(called.append)
         assert called == [future]
     go.set()
-    assert waiter.wait(SOON) == 1
+    assert waiter.result(SOON) == 1
 
 
 def test_a_wait_tells_the_hook_of_its_thread_and_only_if_it_blocks():
@@ -183,7 +170,7 @@ def test_a_wait_tells_the_hook_of_its_thread_and_only_if_it_blocks():
         with pytest.raises(RpcTimeout):
             Future().wait(0.001)
         assert entered == ["in", "out"]
-        in_thread(lambda: blocking_wait().__enter__()).wait(SOON)
+        in_thread(lambda: blocking_wait().__enter__()).result(SOON)
         assert entered == ["in", "out"]
     finally:
         set_blocking_hook(None)
@@ -234,8 +221,8 @@ def test_callbacks_may_be_added_while_the_future_is_settled():
         adding, settling = in_thread(add), in_thread(settle)
         start.wait(SOON)
         future.wait(SOON)
-        adding.wait(SOON)
-        settling.wait(SOON)
+        adding.result(SOON)
+        settling.result(SOON)
         assert len(called) == 20
 
 
@@ -330,7 +317,7 @@ def test_wait_all_gives_the_values_in_order():
     outcome = in_thread(lambda: wait_all(futures))
     for number in (3, 1, 4, 0, 2):
         futures[number].set_result(number)
-    assert outcome.wait(SOON) == [0, 1, 2, 3, 4]
+    assert outcome.result(SOON) == [0, 1, 2, 3, 4]
     assert wait_all([]) == []
     one = done(7)
     assert wait_all([one, one]) == [7, 7]
@@ -341,7 +328,7 @@ def test_wait_all_raises_the_first_error_without_waiting_for_the_rest():
     outcome = in_thread(lambda: wait_all([never, wrong]))
     wrong.set_exception(KeyError("x"))
     with pytest.raises(KeyError):
-        outcome.wait(SOON)
+        outcome.result(SOON)
 
 
 def test_wait_all_ends_when_its_time_is_up():
@@ -353,7 +340,7 @@ def test_wait_all_takes_torchs_own_futures_too():
     theirs = torch.futures.Future()
     outcome = in_thread(lambda: wait_all([done(1), theirs]))
     theirs.set_result(2)
-    assert outcome.wait(SOON) == [1, 2]
+    assert outcome.result(SOON) == [1, 2]
     wrong = torch.futures.Future()
     wrong.set_exception(KeyError("x"))
     with pytest.raises(KeyError):
@@ -370,7 +357,7 @@ def test_torch_takes_ours_for_its_own():
     collected = torch.futures.collect_all([ours, theirs])
     ours.set_result(torch.ones(2))
     theirs.set_result(2)
-    assert outcome.wait(SOON)[1] == 2
+    assert outcome.result(SOON)[1] == 2
     assert [future.wait() is not None for future in collected.wait()] == [True, True]
 
 
@@ -380,7 +367,7 @@ def test_torch_hears_of_our_errors():
     outcome = in_thread(lambda: torch.futures.wait_all([wrong, done(1)]))
     wrong.set_exception(KeyError("ours"))
     with pytest.raises(KeyError, match="ours"):
-        outcome.wait(SOON)
+        outcome.result(SOON)
     with pytest.raises(KeyError, match="ours"):
         collected.wait()[0].wait()
 

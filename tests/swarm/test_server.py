@@ -6,6 +6,7 @@ import weakref
 import pytest
 import torch
 from helpers.models import swarm_models
+from helpers.threads import in_thread
 from helpers.waiting import wait_until
 
 from nbdist.errors import UsageError
@@ -373,25 +374,6 @@ def slow(world, llama, request):
     server.blocks[0].go.set()
 
 
-def in_thread(function, *args, **kwargs):
-    found = []
-
-    def run():
-        try:
-            found.append(function(*args, **kwargs))
-        except Exception as error:
-            found.append(error)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-
-    def end():
-        thread.join(10)
-        return found[0]
-
-    return end
-
-
 def test_a_busy_server_answers_and_does_first_what_is_paid_for(slow, llama):
     server, block, began = slow
     _, _, hiddens, calls = llama
@@ -403,7 +385,7 @@ def test_a_busy_server_answers_and_does_first_what_is_paid_for(slow, llama):
         ends.append(in_thread(server.backward, 0, texts(count), calls[0], torch.ones(count, 5, 32), points=points))
         wait_until(lambda count=count: server.info().waiting == count - 1)
     block.go.set()
-    replies = [end() for end in ends]
+    replies = [end.result(10) for end in ends]
     assert began == ([1, 9] if server.options.stack else [1, 4, 3, 2])
     assert [reply.result[0].shape[0] for reply in replies[1:]] == [2, 3, 4]
 
@@ -423,7 +405,7 @@ def test_requests_that_are_alike_are_computed_as_one(slow, llama):
         ends.append(in_thread(server.forward, 0, each, calls[0]))
         wait_until(lambda number=number: server.info().waiting == number)
     block.go.set()
-    found = [end().result for end in ends[1:]]
+    found = [end.result(10).result for end in ends[1:]]
     assert began == ([1, 6] if server.options.stack else [1, 1, 2, 3])
     assert all(torch.allclose(one, other, atol=1e-6) for one, other in zip(found, alone, strict=True))
 
@@ -438,9 +420,8 @@ def test_a_request_that_is_wrong_does_not_spoil_those_beside_it(slow, llama, sha
         ends.append(in_thread(server.backward, 0, hiddens[0], calls[0], given))
         wait_until(lambda number=number: server.info().waiting == number)
     block.go.set()
-    _, right, wrong = [end() for end in ends]
-    assert right.result[0].shape == (1, 5, 32)
-    assert isinstance(wrong, RuntimeError)
+    assert ends[1].result(10).result[0].shape == (1, 5, 32)
+    assert isinstance(ends[2].exception(10), RuntimeError)
 
 
 def test_a_server_goes_with_its_swarm(world, monkeypatch):
