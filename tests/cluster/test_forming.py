@@ -17,6 +17,7 @@ import pytest
 import torch.distributed as dist
 
 import nbdist
+from nbdist.cluster.hosts.group_board import Boards, BoardStore
 from nbdist.cluster.kernels.workers import Worker
 from nbdist.cluster.processes.group_store import Folders, FolderStore
 from nbdist.cluster.processes.setup import group_folder
@@ -43,6 +44,7 @@ OPERATIONS = [
     ("compare_set", "new", "", "second"),
     ("compare_set", "new", "first", "third"),
     ("get", "new"),
+    ("compare_set", "missing", "x", "fourth"),
     ("check", ["a", "new"]),
     ("check", ["a", "nowhere"]),
     ("append", "text", "left"),
@@ -59,8 +61,13 @@ OPERATIONS = [
 ]
 
 
+@pytest.mark.parametrize("of", ["one host", "several hosts"])
 @pytest.mark.parametrize("through", ["Python", "C++"])
-def test_it_answers_as_torchs_stores_do(store, through):
+def test_it_answers_as_torchs_stores_do(store, of, through):
+    if of == "several hosts":
+        boards = Boards()
+        boards.make(1)
+        store = BoardStore(1, boards.act)
     theirs = model = dist.HashStore()
     ours = store
     if through == "C++":

@@ -1,4 +1,4 @@
-"""What the parts for other hosts refuse, each with its reason, and the store of several hosts beside torch's own."""
+"""What the parts for other hosts refuse, each with its reason, and what the store of several hosts says at its end."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from types import SimpleNamespace
 import msgspec
 import psutil
 import pytest
-import torch.distributed as dist
 from helpers.hosts.other_hosts import can_make_hosts
 from helpers.waiting import wait_until
 from msgspec import structs
@@ -171,39 +170,7 @@ def store():
     return made
 
 
-OPERATIONS = [
-    ("set", "a", "1"),
-    ("get", "a"),
-    ("add", "n", 5),
-    ("add", "n", -2),
-    ("compare_set", "a", "1", "2"),
-    ("compare_set", "a", "1", "3"),
-    ("compare_set", "b", "", "new"),
-    ("compare_set", "c", "x", "new"),
-    ("check", ["a", "n"]),
-    ("check", ["a", "none"]),
-    ("delete_key", "a"),
-    ("delete_key", "a"),
-    ("check", ["a"]),
-]
-
-
-@pytest.mark.parametrize("through", ["Python", "C++"])
-def test_the_board_does_what_torchs_own_store_does(store, through):
-    theirs = model = dist.HashStore()
-    ours = store
-    if through == "C++":
-        ours, theirs = dist.PrefixStore("p", store), dist.PrefixStore("p", model)
-    for name, *arguments in OPERATIONS:
-        assert getattr(ours, name)(*arguments) == getattr(theirs, name)(*arguments), (name, arguments)
-
-
-def test_a_board_has_what_torch_calls_the_extended_api(store):
-    store.append("k", b"a")
-    store.append("k", b"b")
-    store.multi_set(["x", "y"], ["1", "2"])
-    assert store.multi_get(["k", "x", "y"]) == [b"ab", b"1", b"2"]
-    assert store.num_keys() == 3
+def test_a_board_refuses_an_operation_that_it_lacks(store):
     with pytest.raises(UsageError, match=r"a board has no operation 'explode'"):
         store._do("explode")
 
