@@ -51,13 +51,7 @@ def test_it_writes_what_the_model_writes(both, mode):
 @pytest.mark.parametrize("use_cache", [True, False])
 def test_gradients_come_back(both, use_cache):
     model, remote, _ = both
-    inputs = model.get_input_embeddings()(swarm_models.batch()["input_ids"]).detach()
-    found = []
-    for each in (model, remote):
-        given = inputs.clone().requires_grad_()
-        each(inputs_embeds=given, use_cache=use_cache).logits.square().mean().backward()
-        found.append(given.grad)
-    torch.testing.assert_close(*found, rtol=1e-3, atol=1e-6)
+    torch.testing.assert_close(*swarm_models.gradients((model, remote), use_cache), rtol=1e-3, atol=1e-6)
 
 
 def test_a_server_is_killed_while_it_writes(cluster):

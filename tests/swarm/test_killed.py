@@ -186,16 +186,12 @@ def test_killed_between_forward_and_backward(three):
     model = swarm_models.make("llama")
     swarm = serve(model, workers=[0, 1, 2])
     remote = swarm.causal_lm()
-    inputs = model.get_input_embeddings()(swarm_models.batch()["input_ids"]).detach()
-    found = []
-    for each in (model, remote):
-        given = inputs.clone().requires_grad_()
-        loss = each(inputs_embeds=given, use_cache=False).logits.square().mean()
+
+    def kill(each):
         if each is remote:
             swarm.kill(1)
-        loss.backward()
-        found.append(given.grad)
-    assert torch.equal(*found)
+
+    assert torch.equal(*swarm_models.gradients((model, remote), between=kill))
     assert set(swarm.blocks) == {"worker0", "worker2"}
     swarm.close()
 

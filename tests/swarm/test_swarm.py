@@ -74,13 +74,7 @@ def test_several_calls_in_one_cache(both):
 @pytest.mark.parametrize("use_cache", [True, False])
 def test_gradients_come_back(both, use_cache):
     model, remote, _ = both
-    inputs = model.get_input_embeddings()(swarm_models.batch()["input_ids"]).detach()
-    found = []
-    for each in (model, remote):
-        given = inputs.clone().requires_grad_()
-        each(inputs_embeds=given, use_cache=use_cache).logits.square().mean().backward()
-        found.append(given.grad)
-    assert torch.equal(*found)
+    assert torch.equal(*swarm_models.gradients((model, remote), use_cache))
 
 
 def test_the_client_has_embeddings_and_head_only(both):

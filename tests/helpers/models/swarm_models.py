@@ -75,6 +75,18 @@ def generate(model, mode, tokens=12, **more):
         pytest.skip(f"transformers {transformers.__version__} takes no token back from a window that is full")
 
 
+def gradients(models, use_cache=False, between=lambda each: None):
+    """The gradient of a loss with regard to the embedded batch, of each model; ``between`` runs before its backward."""
+    inputs, found = models[0].get_input_embeddings()(batch()["input_ids"]).detach(), []
+    for each in models:
+        given = inputs.clone().requires_grad_()
+        loss = each(inputs_embeds=given, use_cache=use_cache).logits.square().mean()
+        between(each)
+        loss.backward()
+        found.append(given.grad)
+    return found
+
+
 def begin_a_text(server):
     """On a worker: as its own client, a session on somebody else's server."""
     cache = model_cache.new_cache(make("llama").config)
