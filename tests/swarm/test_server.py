@@ -20,6 +20,7 @@ from nbdist.swarm.server.queues import TooLarge
 from nbdist.swarm.server.server import NotHere, Options, Server
 from nbdist.swarm.server.session_caches import NoSession
 from nbdist.swarm.server.sources import offer
+from nbdist.swarm.stacking import StackInput
 from nbdist.testing import World
 
 
@@ -344,7 +345,7 @@ def test_a_request_may_be_too_large(client):
     with pytest.raises(TooLarge, match="step of 5 tokens is more than the 4"):
         one.step("s", 0).wait()
     with pytest.raises(TooLarge, match="forward"):
-        one.server.rpc_sync().forward(0, one.hiddens[0], one.calls[0])
+        one.server.rpc_sync().forward(0, StackInput(one.hiddens[0], one.calls[0]))
 
 
 class Slow(torch.nn.Module):
@@ -378,11 +379,12 @@ def test_a_busy_server_answers_and_does_first_what_is_paid_for(slow, llama):
     server, block, began = slow
     _, _, hiddens, calls = llama
     texts = lambda count: hiddens[0].expand(count, -1, -1)  # noqa: E731
-    ends = [in_thread(server.forward, 0, texts(1), calls[0])]
+    ends = [in_thread(server.forward, 0, StackInput(texts(1), calls[0]))]
     wait_until(lambda: began == [1])
     assert server.info().waiting == 0
     for count, points in ((2, 0.0), (3, 5.0), (4, 9.0)):
-        ends.append(in_thread(server.backward, 0, texts(count), calls[0], torch.ones(count, 5, 32), points=points))
+        item = StackInput(texts(count), calls[0], gradient=torch.ones(count, 5, 32))
+        ends.append(in_thread(server.backward, 0, item, points))
         wait_until(lambda count=count: server.info().waiting == count - 1)
     block.go.set()
     replies = [end.result(10) for end in ends]
@@ -396,13 +398,13 @@ def test_requests_that_are_alike_are_computed_as_one(slow, llama):
     torch.manual_seed(0)
     given = [torch.randn(count, 5, 32) for count in (1, 2, 3)]
     block.go.set()
-    alone = [server.forward(0, each, calls[0]).result for each in given]
+    alone = [server.forward(0, StackInput(each, calls[0])).result for each in given]
     block.go.clear()
     began.clear()
-    ends = [in_thread(server.forward, 0, hiddens[0], calls[0])]
+    ends = [in_thread(server.forward, 0, StackInput(hiddens[0], calls[0]))]
     wait_until(lambda: began == [1])
     for number, each in enumerate(given, 1):
-        ends.append(in_thread(server.forward, 0, each, calls[0]))
+        ends.append(in_thread(server.forward, 0, StackInput(each, calls[0])))
         wait_until(lambda number=number: server.info().waiting == number)
     block.go.set()
     found = [end.result(10).result for end in ends[1:]]
@@ -414,10 +416,10 @@ def test_requests_that_are_alike_are_computed_as_one(slow, llama):
 def test_a_request_that_is_wrong_does_not_spoil_those_beside_it(slow, llama, shape):
     server, block, began = slow
     _, _, hiddens, calls = llama
-    ends = [in_thread(server.forward, 0, hiddens[0], calls[0])]
+    ends = [in_thread(server.forward, 0, StackInput(hiddens[0], calls[0]))]
     wait_until(lambda: began == [1])
     for number, given in enumerate((torch.ones(1, 5, 32), torch.ones(*shape)), 1):
-        ends.append(in_thread(server.backward, 0, hiddens[0], calls[0], given))
+        ends.append(in_thread(server.backward, 0, StackInput(hiddens[0], calls[0], gradient=given)))
         wait_until(lambda number=number: server.info().waiting == number)
     block.go.set()
     assert ends[1].result(10).result[0].shape == (1, 5, 32)

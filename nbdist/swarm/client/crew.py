@@ -304,11 +304,10 @@ class Crew:
         Notes how fast the server was.
         """
         began = time.perf_counter()
-        method, given = ("forward", ()) if item.gradient is None else ("backward", (item.gradient,))
+        method = "forward" if item.gradient is None else "backward"
         tokens = item.hidden.shape[0] * item.hidden.shape[1]
-        args = item.hidden, item.calls, *given, item.prompts, item.layout
         points = self.policy.spend(method, tokens)
-        reply: StepReply = self.ask(member, method, begin, *args, points=points, extra=carriage(*args))
+        reply: StepReply = self.ask(member, method, begin, item, points=points, extra=carriage(*item))
         member.answered(reply, time.perf_counter() - began, tokens, len(item.calls))
         return reply.result
 

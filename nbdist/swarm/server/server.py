@@ -457,38 +457,19 @@ class Server:
 
     # -- without a session --------------------------------------------------------------------
 
-    def forward(
-        self,
-        begin: int,
-        hidden: torch.Tensor,
-        calls: Sequence[adapter.LayerCall],
-        prompts: torch.Tensor | None = None,
-        layout: stacking.StackLayout = stacking.DEFAULT_LAYOUT,
-        points: float = 0.0,
-    ) -> StepReply:
+    def forward(self, begin: int, item: stacking.StackInput, points: float = 0.0) -> StepReply:
         """Compute blocks from ``begin`` on without a cache; the reply's result is the hidden states behind them.
 
-        ``layout`` says which arguments have rows for each sequence. Raises NotHere if a block is not here, and
-        `TooLarge` for too many tokens.
+        Raises NotHere if a block is not here, and `TooLarge` for too many tokens.
         """
-        item = stacking.StackInput(hidden, tuple(calls), prompts, None, layout)
         return self._stateless("forward", begin, item, points)
 
-    def backward(
-        self,
-        begin: int,
-        hidden: torch.Tensor,
-        calls: Sequence[adapter.LayerCall],
-        gradient: torch.Tensor,
-        prompts: torch.Tensor | None = None,
-        layout: stacking.StackLayout = stacking.DEFAULT_LAYOUT,
-        points: float = 0.0,
-    ) -> StepReply:
-        """Compute the blocks again and backpropagate ``gradient``, the gradient of their output; the weights get none.
+    def backward(self, begin: int, item: stacking.StackInput, points: float = 0.0) -> StepReply:
+        """Compute the blocks again and backpropagate the item's gradient; the weights get none.
 
-        The reply's result is (gradient of ``hidden``, gradient of ``prompts`` or None). The rest is as in `forward`.
+        The reply's result is (gradient of the hidden states, gradient of the prompts or None). The rest is as in
+        `forward`.
         """
-        item = stacking.StackInput(hidden, tuple(calls), prompts, gradient, layout)
         return self._stateless("backward", begin, item, points)
 
     def _stateless(self, kind: str, begin: int, item: stacking.StackInput, points: float) -> StepReply:
