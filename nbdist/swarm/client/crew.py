@@ -70,7 +70,7 @@ class Crew:
         self._placing = placing
         self._journal = journal
         self._members: dict[str, ServerRecord] = {}  # by name of the server, in the order in which they joined
-        self._version = 0  # of the directory, as `_members` has it
+        self._known = 0  # the version of the directory, as `_members` has it
         self._choose = random.Random(0)
         # Guards the members and their entries; notified when the directory has changed.
         self._changed = threading.Condition(threading.RLock())
@@ -85,9 +85,9 @@ class Crew:
         """Take what the directory has now, unless this crew knows newer news."""
         version, entries = news
         with self._changed:
-            if version <= self._version:
+            if version <= self._known:
                 return
-            self._version, known, self._members = version, self._members, {}
+            self._known, known, self._members = version, self._members, {}
             for entry in entries:
                 member = self._members[entry.name] = known.get(entry.name) or ServerRecord(entry)
                 if member.address != entry.address:  # a newer server of the same worker

@@ -16,7 +16,7 @@ class Directory:
 
     def __init__(self) -> None:
         self._entries: dict[str, ServerEntry] = {}
-        self._version = 1
+        self._changes = 1
         self._lock = threading.Lock()
         self._watchers: list[Callable[[News], object]] = []
 
@@ -43,7 +43,7 @@ class Directory:
     def news(self) -> News:
         """Return what the directory has now."""
         with self._lock:
-            return self._version, list(self._entries.values())
+            return self._changes, list(self._entries.values())
 
     def add(self, entry: ServerEntry) -> None:
         """Add a new server, in place of an older one on its worker."""
@@ -51,7 +51,7 @@ class Directory:
             before = self._entries.pop(entry.name, None)  # so that the new server is the last one
             had = (before.blocks or before.had) if before is not None else ()
             self._entries[entry.name] = entry._replace(had=had)
-            self._version += 1
+            self._changes += 1
         self._tell()
 
     def change(self, entry: ServerEntry, change: Callable[[ServerEntry], ServerEntry]) -> ServerEntry | None:
@@ -63,6 +63,6 @@ class Directory:
             if (changed := change(now)) == now:
                 return now
             self._entries[entry.name] = changed
-            self._version += 1
+            self._changes += 1
         self._tell()
         return changed

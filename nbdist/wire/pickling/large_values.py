@@ -15,8 +15,8 @@ import cloudpickle.cloudpickle as cloudpickle
 import torch
 
 from nbdist.amounts import size
-from nbdist.code_lines import CodeLine, users_lines
-from nbdist.thread_frames import lines_of
+from nbdist.code_places import is_users
+from nbdist.thread_frames import outwards
 from nbdist.wire.pickling import names
 
 _LARGE_BYTES = 1 << 20  # the size in bytes above which a value counts as large
@@ -30,12 +30,12 @@ def warn_of_large_values(function: types.FunctionType | functools.partial[Any]) 
         nbytes = _size(value)
         if nbytes > _LARGE_BYTES and (name, id(value)) not in _warned:
             _warned.add((name, id(value)))
-            text = (
+            frames = enumerate(outwards(sys._getframe()), 1)
+            warnings.warn(
                 f"{names.display_name(function)} uses the {what} {name!r} of {size(nbytes)}, which is sent "
-                f"along with every call; pass an RRef to it, or let the worker define its own"
+                f"along with every call; pass an RRef to it, or let the worker define its own",
+                stacklevel=next((level for level, frame in frames if is_users(frame.f_code.co_filename)), 1),
             )
-            line = next(users_lines(lines_of(sys._getframe())), CodeLine("nbdist", 0, ""))
-            warnings.warn_explicit(text, UserWarning, line.file, line.number)
 
 
 def _carried(function: types.FunctionType | functools.partial[Any]) -> Iterator[tuple[str, str, Any]]:
