@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 import os
+import threading
 from collections.abc import Callable
+from functools import partial
 
 from nbdist.errors import NotInitialized, UsageError
 from nbdist.ids import new_incarnation
@@ -18,6 +20,9 @@ from nbdist.swarm.server.neighbours import Address
 from nbdist.swarm.swarm import Swarm
 
 _numbers = itertools.count()
+_joining = threading.Lock()
+_users: dict[Agent, int] = {}
+"""The open swarms of each agent that `connect` has started: one, or none."""
 
 
 def connect(address: str) -> Swarm:
@@ -56,21 +61,34 @@ def connect(address: str) -> Swarm:
     parts = address.rsplit("#", 2) if isinstance(address, str) else ()
     if len(parts) != 3:
         raise UsageError(f"address is what `Swarm.address()` of the process that serves has returned, not {address!r}")
-    try:
-        agent, joined = api.current_agent(), False
-    except NotInitialized:
-        agent, joined = _join(parts[0]), True
+    with _joining:
+        try:
+            agent = api.current_agent()
+        except NotInitialized:
+            agent = _join(parts[0])
+            _users[agent] = 0
+        if agent in _users:
+            _users[agent] += 1
     if parts[0] != (own := agent.options.init_method) and {*map(_kind, (parts[0], own))} == {"file"}:
         raise UsageError(
             "this process has workers of its own, and RPC has one world: connect in a program or notebook without "
             "workers"
         )
     try:
-        return _connect(agent, Address(*parts[1:]), at_close=lambda: agent.close("left the swarm") if joined else None)
+        return _connect(agent, Address(*parts[1:]), at_close=partial(_leave, agent))
     except BaseException:
-        if joined:
-            agent.close("could not use the swarm")
+        _leave(agent)
         raise
+
+
+def _leave(agent: Agent) -> None:
+    """Close an agent that `connect` has started, with the last swarm that uses it."""
+    with _joining:
+        if agent in _users:
+            _users[agent] -= 1
+            if not _users[agent]:
+                del _users[agent]
+                agent.close("left the swarm")
 
 
 def _kind(place: str) -> str:

@@ -19,8 +19,10 @@ import os
 import signal
 import tempfile
 import threading
+import time
 import weakref
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from nbdist import trace
@@ -28,7 +30,9 @@ from nbdist.amounts import size
 from nbdist.errors import NbdistError, UsageError, WorkerLost
 from nbdist.rpc import api
 from nbdist.rpc.futures import Future
+from nbdist.rpc.named import NotOffered
 from nbdist.rpc.references.rref import RRef
+from nbdist.rpc.waits import blocking_wait
 from nbdist.swarm import adapter
 from nbdist.swarm.carriage import seconds_for
 from nbdist.swarm.client.crew import Crew, Gone, lacks_block
@@ -48,6 +52,8 @@ _numbers = itertools.count()
 _LOADING_SECONDS = 300.0  # for loading blocks, besides the time of a step: at first, the worker imports transformers
 # The shortest time limit for a new worker to answer: importing transformers delays its other threads.
 _NEW_WORKER_SECONDS = 15.0
+_POLL = 0.05  # seconds between two looks at a worker that another client lets join
+_NOBODY = (WorkerLost, NotOffered)  # the errors of a client that is gone
 # The methods that other clients call; the rest is for the process of the placer.
 _CALLED = ("facts", "watch", "news", "lacks", "mend", "join", "relieve", "dismiss", "shift", "unload", "kill")
 
@@ -83,8 +89,9 @@ class Placer:
     def make_crew(self) -> Crew:
         """Return the crew of the client in this process. The swarm ends with it: it alone keeps this placer."""
         crew = Crew(self, self._facts, self._journal)
-        self._crew = weakref.ref(crew)
-        self._directory.watch(lambda news: False if (own := self._crew()) is None else own.take(news))
+        self._crew = known = weakref.ref(crew)
+        # Not with this object, which would be a cycle: the swarm ends when nobody uses it.
+        self._directory.watch(lambda news: False if (own := known()) is None else own.take(news))
         return crew
 
     @property
@@ -97,19 +104,20 @@ class Placer:
     # -- what clients hear and tell ------------------------------------------------------------
 
     def facts(self) -> SwarmFacts:
-        """Return the facts of the swarm."""
-        return self._facts
+        """Return the facts of the swarm for another client, which spends no points."""
+        return self._facts._replace(policy=replace(self._facts.policy, spend=Policy.spend))
 
     def watch(self, watcher: Address) -> None:
         """Tell a client of the directory's changes from now on, until it is gone."""
 
         sent: list[Future[Any]] = []
+        known = self._crew  # as in `make_crew`
 
         def tell(news: News) -> bool:
-            if any(each.done() and isinstance(each.exception(), NbdistError) for each in sent):
-                return False  # there was nobody
-            with self.crew.working():
-                sent[:] = [self._agent.at(*watcher).call("take", news)]
+            if (crew := known()) is None or any(each.done() and isinstance(each.exception(), _NOBODY) for each in sent):
+                return False
+            with crew.working():
+                sent[:] = [api.current_agent().at(*watcher).call("take", news)]
             return True
 
         self._directory.watch(tell)
@@ -140,7 +148,7 @@ class Placer:
             asked = [(member, self._send_load(member, *span)) for member, (_, span) in zip(members, made, strict=True)]
             for number, (member, answer) in enumerate(asked):
                 tell(f"serve: {number} of {len(asked)} workers have loaded their blocks; {member.name} loads ...")
-                self._wait_until_loaded(member, answer)
+                self._wait_until_loaded(member, answer, *spans[number])
 
     def join(self, worker: str, begin: int | None, end: int | None) -> None:
         """Load these blocks on a worker, in addition to those that it serves.
@@ -149,19 +157,25 @@ class Placer:
         Raises the errors of `_wait_until_loaded`.
         """
         tell = trace.steps()
-        known = self._directory.find(worker)
-        is_new = known is None or known.state != "online"
-        spans = [(begin or 0, len(self._facts.sizes) if end is None else end)]
-        if begin is None and end is None and known is not None and not known.there and known.had:
-            spans = [(run.start, run.stop) for run in routing.runs_of(known.had)]
-        with self.crew.working():
-            new = [self._make_server(worker)] if is_new else []
-            with self._joining(new) as members:
-                member = members[0] if members else self.crew.member(worker)
-                for span in spans:
-                    nbytes = size(sum(self._facts.sizes[slice(*span)]))
-                    tell(f"join: {member.name} loads blocks {span[0]} to {span[1] - 1}, {nbytes} ...")
-                    self._wait_until_loaded(member, self._send_load(member, *span))
+        with self.crew.working(), contextlib.ExitStack() as joining:
+            while True:
+                with self._arranging:  # another client may let the same worker join
+                    known = self._directory.find(worker)
+                    if known is None or known.state not in ("joining", "online"):
+                        (member,) = joining.enter_context(self._joining([self._make_server(worker)]))
+                        break
+                    if known.state == "online":
+                        member = self.crew.member(worker)
+                        break
+                with blocking_wait():
+                    time.sleep(_POLL)
+            spans = [(begin or 0, len(self._facts.sizes) if end is None else end)]
+            if begin is None and end is None and known is not None and not known.there and known.had:
+                spans = [(run.start, run.stop) for run in routing.runs_of(known.had)]
+            for span in spans:
+                nbytes = size(sum(self._facts.sizes[slice(*span)]))
+                tell(f"join: {member.name} loads blocks {span[0]} to {span[1] - 1}, {nbytes} ...")
+                self._wait_until_loaded(member, self._send_load(member, *span), *span)
         tell(f"join: {member.name} serves {named(member.blocks)}.")
 
     def _make_server(self, worker: int | str) -> ServerEntry:
@@ -182,8 +196,11 @@ class Placer:
         members: list[ServerRecord] = []
         try:
             for entry in entries:
+                before = self._directory.find(entry.name)
                 self._directory.add(entry)
                 members.append(self.crew.member(entry.name))
+                if before is not None:
+                    self._release(before)
             yield members
         except BaseException as error:  # also Ctrl-C: `way` waits for a joining server without a limit
             for member in members:
@@ -204,33 +221,28 @@ class Placer:
         asked: Future[list[int]] = self._owned[member.address.name].rpc_async(timeout).load(begin, end)
         return asked
 
-    def _wait_until_loaded(self, member: ServerRecord, asked: Future[list[int]]) -> None:
-        """Wait until a server has loaded its blocks, and let it serve them; for a new server, within `_joining`.
+    def _wait_until_loaded(self, member: ServerRecord, asked: Future[Any], begin: int, end: int) -> None:
+        """Wait until a server has loaded these blocks, and let it serve them; for a new server, within `_joining`.
 
         Raises WorkerLost if the worker died, UsageError if the swarm was closed meanwhile, `Gone` if the server has
         left meanwhile or does not answer, or the error of loading.
         """
         crew = self.crew
         try:
-            blocks = crew.outwait(member, asked, max(self._facts.policy.step_timeout, _NEW_WORKER_SECONDS))
+            crew.outwait(member, asked, max(self._facts.policy.step_timeout, _NEW_WORKER_SECONDS))
         except Exception as error:  # the server's: loading may raise anything
             crew.check_open()  # if the swarm was closed meanwhile, that is the cause
             if isinstance(error, Gone) and isinstance(error.__cause__, WorkerLost):
                 raise error.__cause__ from None  # Gone is for callers that can use another server instead
             raise
-        self._directory.change(
-            member.entry,
-            lambda now: (
-                now._replace(state="online", blocks=tuple(blocks)) if now.state in ("joining", "online") else now
-            ),
-        )
+        self._give(member, begin, end, "joining", "online")
         if member.state != "online":
             crew.check_open()  # if the swarm was closed meanwhile, that is the cause
             raise Gone(
                 f"{member.name} has loaded its blocks, but is {member.state} meanwhile: it left, or died. Once it "
                 "runs, let it `join` again"
             )
-        self._journal.tell(f"{member.name} serves {named(blocks)}")
+        self._journal.tell(f"{member.name} serves {named(member.blocks)}")
 
     def mend(self, begin: int, end: int, without: Sequence[str] = ()) -> None:
         """Let servers load the blocks of the range that no server has, but for those on the workers ``without``.
@@ -255,26 +267,29 @@ class Placer:
             for span, answer in zip(spans, asked, strict=True):
                 member, wanted = members[span.server], named(range(span.begin, span.end))
                 try:
-                    loaded = crew.outwait(member, answer)
+                    crew.outwait(member, answer)
                 except Gone:
                     raise
                 except Exception as error:  # such as MemoryError
                     crew.ban(member, f"could not take {wanted}: {type(error).__name__}: {error}")
                     raise Gone(f"{member.name}: {error}") from error
-                self._give(member, loaded, "online")
+                self._give(member, span.begin, span.end, "online")
                 self._journal.tell(f"{member.name} takes {wanted}")
 
-    def _give(self, member: ServerRecord, blocks: Sequence[int], *states: str) -> None:
-        """Set the blocks that a server serves, if it is in one of these states."""
-        self._directory.change(
-            member.entry, lambda now: now._replace(blocks=tuple(blocks)) if now.state in states else now
-        )
+    def _give(self, member: ServerRecord, begin: int, end: int, *states: str) -> None:
+        """Let a server that is in one of these states serve these blocks, too: it may have others, not freed yet."""
 
-    def relieve(self, worker: str) -> None:
+        def give(now: ServerEntry) -> ServerEntry:
+            blocks = tuple(sorted({*now.blocks, *range(begin, end)}))
+            return now._replace(state="online", blocks=blocks) if now.state in states else now
+
+        self._directory.change(member.entry, give)
+
+    def relieve(self, worker: str) -> Address:
         """Let other servers load a server's blocks, and send no new work to it: its state becomes "draining".
 
-        If no server can take its blocks, it is online again, and this raises `NoRoute`. Raises UsageError if the server
-        is not online or draining.
+        Returns the server, for `dismiss`. If no server can take its blocks, it is online again, and this raises
+        `NoRoute`. Raises UsageError if the server is not online or draining.
         """
         with self._arranging, self.crew.working():
             member = self.crew.member(worker)
@@ -296,11 +311,19 @@ class Placer:
                     member.entry, lambda now: now._replace(state="online") if now.state == "draining" else now
                 )
                 raise
+            return member.address
 
-    def dismiss(self, worker: str) -> None:
-        """Remove a server that has been relieved: it becomes "offline", and frees its blocks and caches."""
-        with self.crew.working():
-            entry = self.crew.member(worker).entry
+    def dismiss(self, server: Address) -> None:
+        """Remove a server that has been relieved: it becomes "offline", and frees its blocks and caches.
+
+        Raises UsageError if it serves again, since another client has called `leave` in vain, or `join`.
+        """
+        with self._arranging, self.crew.working():
+            entry = self.crew.member(server.worker).entry
+            if entry.address != server or entry.state != "draining":
+                raise UsageError(
+                    f"{server.worker} serves again, as another client has asked meanwhile: call leave again"
+                )
             self._directory.change(entry, lambda now: now.rested("offline"))
             self._release(entry)
             self._journal.tell(f"{entry.name} has left")
@@ -319,12 +342,15 @@ class Placer:
         relieved = []
         with self._arranging, self.crew.working():
             member = self.crew.member(worker)
-            loaded = self.crew.outwait(member, self._send_load(member, begin, end))
-            self._give(member, loaded, "online", "draining")
+            if member.state != "online":
+                raise UsageError(
+                    f"{worker} is {member.state}, so it takes no blocks: another client lets it leave or join"
+                )
+            self.crew.outwait(member, self._send_load(member, begin, end))
+            self._give(member, begin, end, "online")
             for other in self.crew.there:
-                kept = [number for number in other.blocks if other is member or not begin <= number < end]
-                if kept != list(other.blocks):
-                    self._give(other, kept, "online", "draining")  # the weights stay until `unload`: sessions move
+                if other is not member and any(begin <= number < end for number in other.blocks):
+                    self.lacks(other.entry, range(begin, end))  # the weights stay until `unload`: sessions move
                     relieved.append(other.name)
             self._journal.tell(f"{member.name} takes {named(range(begin, end))}")
         return relieved
@@ -366,6 +392,10 @@ class Placer:
             if entry.state not in ("offline", "gone"):
                 self._release(entry)  # before the state changes, so that a second call repeats it after an interrupt
                 self._directory.change(entry, lambda now: now.rested("offline"))
+        for owned in list(self._owned.values()):  # of servers that are gone or replaced
+            with contextlib.suppress(NbdistError):
+                owned.release()
+        self._owned.clear()
         self._weights.cleanup()
 
 

@@ -208,7 +208,8 @@ class Swarm:
     def leave(self, worker: int | str) -> None:
         """Take ``worker`` out of the swarm without losing anything.
 
-        Other workers load the blocks that only this worker has, and sessions move there with their caches. Then the
+        Other workers load the blocks that only this worker has, and sessions move there with their caches (those of
+        other processes, see `connect`, do their steps again there). Then the
         worker drops its blocks. This waits for running steps of sessions. After an interrupt, call it again. See
         notebooks/09_swarm.ipynb.
 
@@ -220,12 +221,12 @@ class Swarm:
         self.crew.check_open()
         member = self.crew.member(worker)
         with self.crew.working():
-            self._placer.relieve(member.name)
+            server = self._placer.relieve(member.name)
             # Sessions can move only now: other workers have the blocks.
             for session in self.sessions.open():
                 session.settle()
                 self.crew.abandon(session.id, [member])
-            self._placer.dismiss(member.name)
+            self._placer.dismiss(server)
 
     def move(self, begin: int, end: int, worker: int | str) -> None:
         """Move the blocks from ``begin`` to before ``end`` to ``worker``, which serves already; all others drop them.

@@ -139,6 +139,7 @@ def _start_and_note(thread: Any) -> None:
         run, block = thread.run, contextlib.ExitStack()
 
         def run_noted() -> None:
+            vars(thread).pop("run", None)  # which makes the thread a cycle
             with block:
                 block.enter_context(noted(wanted=noting.is_wanted))
                 if noting.is_over:  # and may have closed the block before it was entered
@@ -168,7 +169,7 @@ def _rest() -> bool:
 def wake() -> None:
     """Note lines in this thread again, if they are wanted for what is computed now and a mode rests."""
     mode = _thread.noting
-    if mode is not None and mode.is_resting and mode.is_wanted() and not function_modes():
+    if mode is not None and not mode.is_over and mode.is_resting and mode.is_wanted() and not function_modes():
         mode.is_resting = False
         _process_hooks.use(1)
         push_function_mode(mode)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import inspect
 import sys
 from collections.abc import Iterator
 from types import CodeType, FunctionType
@@ -22,16 +21,20 @@ def read_cell_functions() -> dict[str, str]:
 
 
 def _codes(value: object) -> Iterator[CodeType]:
-    members = [value]
-    if isinstance(value, type) and value.__module__ == "__main__":
-        members = [getattr(each, "__func__", each) for each in vars(value).values()]
-    for member in members:
-        inner = inspect.unwrap(member) if callable(member) else member
+    is_own = isinstance(value, type) and value.__module__ == "__main__"
+    for member in vars(value).values() if is_own else (value,):
+        # By type, and not by ``inspect.unwrap``, which asks any object for an attribute, and may call user code.
+        inner = member.__func__ if isinstance(member, staticmethod | classmethod) else member
+        while isinstance(inner, FunctionType) and isinstance(wrapped := vars(inner).get("__wrapped__"), FunctionType):
+            inner = wrapped
         if isinstance(inner, FunctionType) and is_of_cell(inner.__code__.co_filename):
             yield inner.__code__
 
 
-def _content(code: CodeType) -> object:
-    """Return what decides what code does: not its lines."""
-    constants = [_content(each) if isinstance(each, CodeType) else repr(each) for each in code.co_consts]
-    return code.co_code, code.co_names, code.co_varnames, constants
+def _content(value: object) -> object:
+    """Return what decides what code does, or the text of a constant of it: not lines, or the order of a set."""
+    if isinstance(value, CodeType):
+        return value.co_code, value.co_names, value.co_varnames, [_content(each) for each in value.co_consts]
+    if isinstance(value, frozenset):
+        return sorted(map(repr, value))
+    return [_content(each) for each in value] if isinstance(value, tuple) else repr(value)

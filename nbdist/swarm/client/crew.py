@@ -182,7 +182,8 @@ class Crew:
             self.check_open()
             members = self.serving()
             if lacks_block(members, begin, end):
-                away = [member.name for member in self.there if member.name not in members]
+                # Also those that only this client has lost.
+                away = [each.name for each in self.members if each.entry.there and each.name not in members]
                 try:
                     self._placing.mend(begin, end, away)
                 except Gone:

@@ -39,8 +39,8 @@ class Sessions:
 
     def __reduce__(self) -> Any:
         raise EncodeError(
-            "a swarm and its models stay in the process that called serve: they cannot be sent, copied or saved. Call "
-            "the model here, or save its `state_dict()`; another process can serve the same model itself"
+            "a swarm and its models stay in their process: they cannot be sent, copied or saved. Call the model here, "
+            "or save its `state_dict()`; another process can use the swarm by nbdist.swarm.connect(sw.address())"
         )
 
     def begin(

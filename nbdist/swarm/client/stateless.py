@@ -40,8 +40,8 @@ def through(
 ) -> torch.Tensor:
     """Take hidden states through the blocks from ``begin`` on, one for each of ``calls``; return the hidden states.
 
-    If gradients are enabled and ``hidden`` or ``prompts`` requires them, the result requires them, too. Crew that
-    are lost are replaced. Raises `NoRoute` if no server can serve a block, or too many servers failed.
+    If gradients are enabled and ``hidden`` or ``prompts`` requires them, the result requires them, too. Servers
+    that are lost are replaced. Raises `NoRoute` if no server can serve a block, or too many servers failed.
     """
     if prompts is not None:
         prompts = prompts[:, :, : hidden.shape[1]]  # the sequences may be shorter than the prompts

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable
 
@@ -29,7 +30,8 @@ class Directory:
         news = self.news()
         for watcher in list(self._watchers):
             if watcher(news) is False:
-                self._watchers.remove(watcher)
+                with contextlib.suppress(ValueError):  # another thread has removed it
+                    self._watchers.remove(watcher)
 
     def all(self) -> list[ServerEntry]:
         """Return the entries. If a worker has had several servers, the last one."""

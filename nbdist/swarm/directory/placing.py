@@ -82,13 +82,14 @@ class FarPlacer:
         """Ask the placer to, and wait."""
         self._ask("join", worker, begin, end)
 
-    def relieve(self, worker: str) -> None:
-        """Ask the placer to, and wait."""
-        self._ask("relieve", worker)
+    def relieve(self, worker: str) -> Address:
+        """Ask the placer to, and wait; return its answer."""
+        server: Address = self._ask("relieve", worker)
+        return server
 
-    def dismiss(self, worker: str) -> None:
+    def dismiss(self, server: Address) -> None:
         """Ask the placer to, and wait."""
-        self._ask("dismiss", worker)
+        self._ask("dismiss", server)
 
     def shift(self, begin: int, end: int, worker: str) -> list[str]:
         """Ask the placer to, and wait; return its answer."""
@@ -112,4 +113,5 @@ class FarPlacer:
 
     def close(self) -> None:
         """End this process's part only."""
-        self._at_close()
+        at_close, self._at_close = self._at_close, lambda: None
+        at_close()

@@ -56,19 +56,22 @@ class LocalScout:
         self._count = 0
         self._next = FIRST  # the number of the next pass to watch, or of one of the first
         self._lock = threading.Lock()
+        self._ended = False
         self.owners = Owners()
         self._forget_passes = local_passes.follow(self._look, self._wants_lines)
         self.hold(held)
 
     def hold(self, held: bool) -> None:
         """Watch every pass, because it must pause, or stop that."""
-        self._held = held
-        # Before a pass begins: another worker may wait for this one already.
-        GROUP_LIMITS.hold(id(self), held)
+        with self._lock:
+            self._held = held and not self._ended  # messages may overtake each other
+            # Before a pass begins: another worker may wait for this one already.
+            GROUP_LIMITS.hold(id(self), self._held)
 
     def end(self) -> None:
         """End the work; a second call does nothing."""
         self._forget_passes()
+        self._ended = True
         self.hold(False)
         self.owners.close()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Collection, Iterable
 
@@ -55,4 +56,6 @@ def _unowned(leaves: dict[int, weakref.ref[torch.Tensor]], owned: Collection[int
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> set[int]:
-    return {id(each) for group in getattr(optimizer, "param_groups", ()) for each in group["params"]}
+    with contextlib.suppress(Exception):  # one of the user's, with groups of another form, must not fail
+        return {id(each) for group in getattr(optimizer, "param_groups", ()) for each in group["params"]}
+    return set()

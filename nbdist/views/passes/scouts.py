@@ -88,7 +88,11 @@ class Scouts:
             self._workers = [record for record in self._agent.members() if record != self._agent.me]
         weakref.finalize(self, self._listening.close).atexit = False
         # A worker that is gone or busy: its passes are not seen.
-        self._send_out(self._workers, held).or_raise(but=RuntimeError)
+        try:
+            self._send_out(self._workers, held).or_raise(but=RuntimeError)
+        except BaseException:  # also Ctrl-C: the scouts that exist would hold all passes, and nobody would end them
+            self.call_back()
+            raise
 
     def include(self, record: Record) -> None:
         """Make a `Scout` on a worker that has joined, too. A thread of the agent's pool runs this; it waits."""
@@ -194,9 +198,10 @@ class Scout:
 
     def hold(self, version: int, held: bool) -> None:
         """Pause every pass before its first node, or stop that. The call with the last version counts."""
-        if version > self._told:  # otherwise a later call has overtaken this one
-            self._told, self._held = version, held
-            self._local.hold(held)
+        with self._lock:
+            if version > self._told:  # otherwise a later call has overtaken this one
+                self._told, self._held = version, held
+                self._local.hold(held)
 
     def watch(self, number: int) -> None:
         """Watch the local pass with this number, too."""
