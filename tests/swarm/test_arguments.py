@@ -59,7 +59,7 @@ def test_arguments_of_serve(world, options, error, text):
     "what", [lambda swarm: swarm, lambda swarm: swarm.causal_lm(), lambda swarm: swarm.sequential()[1:3]]
 )
 def test_a_swarm_stays_where_it_is(swarm, what):
-    value, told = what(swarm), "a swarm and its models stay in the process that called serve"
+    value, told = what(swarm), "a swarm and its models stay in their process: they cannot be sent"
     with pytest.raises(EncodeError, match=told):
         rpc.rpc_sync("worker1", str, args=(value,))
     for keep in (lambda: torch.save(value, io.BytesIO()), lambda: pickle.dumps(value), lambda: copy.deepcopy(value)):

@@ -1,11 +1,14 @@
 """Several processes use one swarm: each writes, and blocks are given to workers by one placer."""
 
+import contextlib
+import gc
 import json
 import os
 import signal
 import subprocess
 import sys
 import threading
+from unittest import mock
 
 import pytest
 import torch
@@ -17,9 +20,10 @@ from helpers.waiting import wait_until
 import nbdist
 from nbdist.errors import UsageError
 from nbdist.rpc import api
-from nbdist.swarm import connect, serve
+from nbdist.swarm import NoRoute, connect, serve
 from nbdist.swarm.directory.directory import Directory
 from nbdist.swarm.directory.entry import ServerEntry
+from nbdist.swarm.directory.placing import FarPlacer
 from nbdist.swarm.server.neighbours import Address
 from nbdist.testing import World
 
@@ -146,7 +150,9 @@ _PROGRAM = """
 import sys, torch
 from helpers.models import swarm_models
 from nbdist.swarm import connect
-swarm = connect(sys.argv[1])
+connect(sys.argv[1]).close()  # and join anew
+swarm, again = connect(sys.argv[1]), connect(sys.argv[1])
+again.close()
 model = swarm.causal_lm()
 for _ in range(int(sys.argv[2])):
     print(swarm_models.generate(model, "greedy").tolist(), flush=True)
@@ -211,3 +217,116 @@ def test_a_program_whose_swarm_ends(end, tmp_path):
     finally:
         serving.kill()
         serving.communicate()
+
+
+# -- clients in one process -----------------------------------------------------------------------
+
+
+@pytest.fixture
+def world():
+    with World(4) as world, world[0].activate():
+        yield world
+
+
+@contextlib.contextmanager
+def another(world, address):
+    """The swarm as worker3 uses it."""
+    with world[3].activate():
+        other = connect(address)
+    yield other
+    other.close()
+
+
+def test_a_move_that_is_not_ended_gives_no_block_to_two(world):
+    swarm = serve(swarm_models.make("llama"), workers=[0, 1])
+    with another(world, swarm.address()) as other:
+        with mock.patch.object(FarPlacer, "unload", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+            other.move(0, 2, "worker1")
+        swarm.move(4, 5, "worker0")  # worker0 still has the weights of blocks 0 and 1
+        assert swarm.blocks == other.blocks == {"worker0": [2, 4], "worker1": [0, 1, 3, 5]}
+    swarm.close()
+
+
+def test_a_server_that_serves_again_is_not_dismissed(world):
+    swarm = serve(swarm_models.make("llama"), workers=[1, 2])
+    dismiss = FarPlacer.dismiss
+
+    def late(placer, server):
+        swarm.crew.lose(swarm.crew.member("worker2").incarnation, "it is said to be gone")
+        with pytest.raises(NoRoute):
+            swarm.leave("worker1")  # it alone has the blocks now
+        dismiss(placer, server)
+
+    with another(world, swarm.address()) as other:
+        with mock.patch.object(FarPlacer, "dismiss", late), pytest.raises(UsageError, match="worker1 serves again"):
+            other.leave("worker1")
+        assert swarm.blocks == {"worker1": [0, 1, 2]}  # what it had itself
+    swarm.close()
+
+
+def test_who_leaves_takes_no_blocks(world):
+    swarm = serve(swarm_models.make("llama"), workers=[1, 2])
+
+    def late(placer, server):
+        swarm.move(0, 6, server.worker)
+
+    with another(world, swarm.address()) as other:
+        refused = pytest.raises(UsageError, match="worker1 is draining, so it takes no blocks")
+        with mock.patch.object(FarPlacer, "dismiss", late), refused:
+            other.leave("worker1")
+        assert swarm.blocks["worker2"] == list(range(6))
+    swarm.close()
+
+
+def test_who_alone_has_lost_a_worker_goes_on_with_another(world):
+    model = swarm_models.make("llama")
+    swarm = serve(model, workers=[1, 2])
+    with another(world, swarm.address()) as other:
+        other.crew.lose(other.crew.member("worker1").incarnation, "only here")
+        with world[3].activate():
+            assert torch.equal(
+                swarm_models.generate(other.causal_lm(), "greedy"), swarm_models.generate(model, "greedy")
+            )
+        assert swarm.states == {"worker1": "online", "worker2": "online"}
+    swarm.close()
+
+
+def test_two_let_one_worker_join_at_once(world):
+    swarm = serve(swarm_models.make("llama"), workers=[1])
+    with another(world, swarm.address()) as other:
+        threads = [
+            threading.Thread(target=each.join, args=("worker2", *span))
+            for each, span in [(swarm, (0, 2)), (other, (4, 6))]
+        ]
+        for each in threads:
+            each.start()
+        for each in threads:
+            each.join()
+        assert swarm.blocks["worker2"] == [0, 1, 4, 5]
+        mine = set(swarm_models.servers_here())
+        assert sum(name.startswith(f"server {world[0].me.incarnation}") for name in mine) == 2
+    swarm.close()
+    wait_until(lambda: not swarm_models.servers_here())
+
+
+def test_a_swarm_ends_with_its_last_use_in_the_process_that_serves(world):
+    swarm = serve(swarm_models.make("llama"), workers=[0, 1])
+    with another(world, swarm.address()) as other:
+        gc.collect()
+        gc.disable()  # no cycle must keep it
+        try:
+            folder = swarm.checkpoint.folder
+            del swarm
+            wait_until(lambda: not folder.exists())
+        finally:
+            gc.enable()
+        with world[3].activate(), pytest.raises(UsageError, match="this swarm is closed"):
+            other.join("worker2")
+
+
+def test_a_spending_function_stays_with_its_client(world):
+    lock = threading.Lock()
+    swarm = serve(swarm_models.make("llama"), workers=[0], spend=lambda kind, tokens: float(lock.locked()))
+    with another(world, swarm.address()) as other:
+        assert other.crew.policy.spend("step", 1) == 0.0
+    swarm.close()
