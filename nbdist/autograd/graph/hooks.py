@@ -12,7 +12,7 @@ from typing import Any
 from torch.utils.hooks import BackwardHook
 
 from nbdist.autograd.graph.edges import Node
-from nbdist.autograd.graph.saved import saved_by
+from nbdist.autograd.graph.saved import packed_by
 from nbdist.autograd.graph.walk import ACCUMULATE
 from nbdist.code_places import is_users, shown_name
 
@@ -25,7 +25,7 @@ HOOKS_KEY = (
 def notes_on(node: Node, *, own: bool) -> tuple[Note, ...]:
     """Return notes on what else runs with a node. Hooks on nodes are seen only of the thread's ``own`` next pass."""
     # For a node without hooks 2 us, and 6 if it is its own: hooks are set then, to see others.
-    saved = [each for each in saved_by(node) if each.packed]
+    saved = packed_by(node)
     hooks = [each.unpack for each in saved]
     for handle in node.metadata.get(HOOKS_KEY, ()):
         hooks += (handle.hooks_dict_ref() or {}).values()
