@@ -1,9 +1,11 @@
 """RequestTexts of tokens, stop texts, limits, metrics: what needs no server."""
 
 import pytest
+import transformers
 from helpers.models import tiny_tokenizer
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, normalizers
 
 from nbdist.errors import UsageError
 from nbdist.swarm.http.api_error import ApiError
@@ -12,7 +14,19 @@ from nbdist.swarm.http.metrics import Metrics
 from nbdist.swarm.http.stop_texts import StopTexts
 from nbdist.swarm.http.token_texts import TokenTexts
 
+
+def with_byte_fallback():
+    """A tokenizer like Llama 2's, to which each character but "a" and the space is one token for each of its bytes."""
+    pieces = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "a"]
+    own = Tokenizer(models.BPE({each: number for number, each in enumerate(pieces)}, [], byte_fallback=True))
+    own.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    own.decoder = decoders.Sequence(steps)
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=own, clean_up_tokenization_spaces=False)
+
+
 tokenizer = tiny_tokenizer.make()
+llamas = with_byte_fallback()
 
 
 def passed_on(pieces, stops):
@@ -44,6 +58,35 @@ def test_a_stop_text_over_several_pieces_is_held_back():
     assert passed_on(["Hel", "lo E", "N", "D of it"], ["END"]) == (["Hel", "lo ", "", ""], True)
     assert passed_on(["Hel", "lo E", "N", "E"], ["END"]) == (["Hel", "lo ", "", "EN", "E"], False)
     assert passed_on(["lo E", "N"], ["END"]) == (["lo ", "", "EN"], False)
+
+
+def run_of(tokenizer, text, prompt):
+    """The tokens of a prompt, and those of the text that follows it."""
+    before = tokenizer(prompt)["input_ids"]
+    return before, tokenizer(prompt + text)["input_ids"][len(before) :]
+
+
+@given(st.text("a 三😀\u1019", max_size=30), st.text("a三😀", min_size=1, max_size=5))
+def test_texts_of_byte_tokens_are_the_text(text, prompt):
+    """As those of Llama 2, whose decoder gives up a whole run of bytes that begins within a character."""
+    before, tokens = run_of(llamas, text, prompt)
+    found = TokenTexts(llamas.decode, before)
+    assert [*(found.add(token) for token in tokens), found.end()] == [*pieces_of(tokens, text), ""]
+
+
+def pieces_of(tokens, text):
+    """Each character comes with its last token."""
+    sizes = [1 if each in "a " else len(each.encode()) for each in text]
+    assert sum(sizes) == len(tokens)
+    return [piece for each, size in zip(text, sizes, strict=True) for piece in [*[""] * (size - 1), each]]
+
+
+@pytest.mark.parametrize("after", ["", "a"])
+def test_bytes_that_complete_nothing_leave_the_characters_before_them(after):
+    before, tokens = run_of(llamas, "😀三" + after, "a")
+    found = TokenTexts(llamas.decode, before)
+    del tokens[6:7]  # the last byte of the second character
+    assert "".join([*map(found.add, tokens), found.end()]).rstrip("a") == "😀" + "\N{REPLACEMENT CHARACTER}" * 2
 
 
 @given(st.text(max_size=30), st.text(max_size=5))
