@@ -14,6 +14,7 @@ from typing import Any
 
 try:
     import uvicorn
+    from uvicorn.protocols.http.h11_impl import H11Protocol
 
     from nbdist.swarm.http.app import App
 except ImportError as error:  # they come with the extra "serve" of this package
@@ -23,6 +24,10 @@ from nbdist.errors import UsageError
 from nbdist.swarm.http.limits import Limits
 
 _CLOSE_SECONDS = 10.0  # that `close` waits for the thread
+# Anybody who reaches the address can open connections, each of which has a file descriptor.
+_MOST_CONNECTIONS = 128  # that are open at once
+_MOST_ACCEPTED = 32  # connections in one turn of the event loop, before the first of them can be closed
+_HEAD_SECONDS = 10.0  # within which a client must have sent the headers of its next request
 
 
 class Endpoint:
@@ -57,7 +62,15 @@ class Endpoint:
         self.url = f"http://{shown}:{self._socket.getsockname()[1]}/v1"
         """The address, as clients of OpenAI's API take it for ``base_url``."""
         self._server = uvicorn.Server(
-            uvicorn.Config(self._app, ws="none", lifespan="off", log_config=None, timeout_graceful_shutdown=2)
+            uvicorn.Config(
+                self._app,
+                http=_Connection,
+                ws="none",
+                lifespan="off",
+                log_config=None,
+                backlog=_MOST_ACCEPTED,
+                timeout_graceful_shutdown=2,
+            )
         )
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="swarm http", daemon=True)
@@ -91,3 +104,37 @@ class Endpoint:
             f"  -d {shlex.quote(asked)}",
         ]
         return "\n".join(lines)
+
+
+class _Connection(H11Protocol):
+    """Uvicorn's connection, with a limit for what clients without a key can keep open."""
+
+    _late: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Close the connection if too many are open; else wait for its first request."""
+        super().connection_made(transport)
+        if len(self.connections) > _MOST_CONNECTIONS:
+            transport.close()
+        else:
+            self._expect_request()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Forget the connection."""
+        if self._late is not None:
+            self._late.cancel()
+        super().connection_lost(exc)
+
+    def on_response_complete(self) -> None:
+        """Wait for the next request. Uvicorn's own limit ends with the first byte, even if no more follow."""
+        self._expect_request()
+        super().on_response_complete()
+
+    def _expect_request(self) -> None:
+        if self._late is not None:
+            self._late.cancel()
+        self._late = self.loop.call_later(_HEAD_SECONDS, self._close_if_idle)
+
+    def _close_if_idle(self) -> None:
+        if self.cycle is None or self.cycle.response_complete:  # no request is being answered
+            self.transport.close()

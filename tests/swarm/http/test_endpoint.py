@@ -19,6 +19,7 @@ from helpers.models import tiny_tokenizer
 from helpers.waiting import wait_until
 
 from nbdist.errors import UsageError
+from nbdist.swarm.http import endpoint as endpoint_module
 from nbdist.swarm.http.endpoint import Endpoint
 from nbdist.swarm.http.limits import Limits
 
@@ -570,6 +571,47 @@ def test_tokens_and_requests_are_counted(model, tokenizer):
     assert found['nbdist_requests_total{path="other",status="404"}'] == 1
     assert found['nbdist_tokens_total{kind="prompt"}'] == 2 * len(tokenizer("Hello")["input_ids"])
     assert found['nbdist_tokens_total{kind="completion"}'] == 10
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"",
+        b"GET /health HTTP/1.1\r\n",
+        b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\nGET",
+        b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 99\r\n\r\nx",
+    ],
+)
+def test_who_sends_no_whole_request_is_not_waited_for(endpoint, monkeypatch, sent):
+    monkeypatch.setattr(endpoint_module, "_HEAD_SECONDS", 0.2)
+    with connected(endpoint) as mute:
+        mute.sendall(sent)
+        answer = read_all(mute)
+    assert answer.count("HTTP/1.1 ") == sent.count(b"\r\n\r\n")
+
+
+def test_an_answer_may_take_longer_than_a_request(slow, monkeypatch):
+    slow, endpoint = slow
+    monkeypatch.setattr(endpoint_module, "_HEAD_SECONDS", 0.2)
+    closings = []
+    is_idle = endpoint_module._Connection._close_if_idle
+    monkeypatch.setattr(endpoint_module._Connection, "_close_if_idle", lambda each: closings.append(is_idle(each)))
+    with begin(endpoint) as asking:
+        wait_until(lambda: slow.steps == 1 and closings)
+        slow.go.release(10**6)
+        assert b"200 OK" in asking.recv(100)
+
+
+def test_connections_are_limited(model, tokenizer, monkeypatch):
+    monkeypatch.setattr(endpoint_module, "_MOST_CONNECTIONS", 2)
+    with opened(model, tokenizer) as endpoint:
+        opens = endpoint._server.server_state.connections
+        with connected(endpoint), connected(endpoint):
+            wait_until(lambda: len(opens) == 2)
+            with connected(endpoint) as third:
+                assert not third.recv(1)
+        wait_until(lambda: not opens)
+        assert post(endpoint)[0] == 200
 
 
 # --- where it listens -----------------------------------------------------------------------------
