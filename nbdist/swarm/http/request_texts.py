@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import threading
 from collections.abc import AsyncIterator, Callable, Sequence
+from functools import partial
 
 from nbdist.swarm.http.api_error import ApiError
 from nbdist.swarm.http.limits import Limits
@@ -27,11 +28,7 @@ class RequestTexts:
         self._left = len(jobs)
         self._come: asyncio.Queue[tuple[int, Piece] | ApiError] = asyncio.Queue()
         self._halted = threading.Event()
-        # Not a pool's threads: Python would wait for them when the process ends.
-        self._starts = [
-            threading.Thread(target=self._write, args=(number, job), name="swarm http text", daemon=True).start
-            for number, job in enumerate(jobs)
-        ]
+        self._starts = [partial(self._start, number, job) for number, job in enumerate(jobs)]
         limits.enter(self._starts)
 
     async def pieces(self) -> AsyncIterator[tuple[int, Piece]]:
@@ -52,6 +49,14 @@ class RequestTexts:
         """Give up the turns that have not come, and stop each thread after the token that it is at."""
         self._halted.set()
         self._limits.withdraw(self._starts)
+
+    def _start(self, number: int, job: Job) -> None:
+        try:
+            # Not a pool's thread: Python would wait for it when the process ends.
+            threading.Thread(target=self._write, args=(number, job), name="swarm http text", daemon=True).start()
+        except RuntimeError as error:  # the system has no thread left
+            self._come.put_nowait(ApiError(503, f"the server could not begin: {error}", code="unavailable", retry=5))
+            self._loop.call_soon(self._limits.leave)  # not now, when `limits` starts texts
 
     def _write(self, number: int, job: Job) -> None:
         def tell(item: tuple[int, Piece] | ApiError) -> None:

@@ -551,6 +551,44 @@ def test_an_error_of_one_text_ends_the_other_texts_of_the_request(model, tokeniz
         assert slow.steps <= 1
 
 
+def test_a_thread_that_cannot_start_gives_its_turn_back(model, tokenizer, monkeypatch):
+    start, fails = threading.Thread.start, [True, True]
+
+    def start_some(thread):
+        if thread.name == "swarm http text" and fails:
+            fails.pop()
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start_some)
+    with opened(model, tokenizer, limits=Limits(1, 1, 10**6)) as endpoint:
+        found = post(endpoint, body={**ASK, "n": 2})
+        assert (code_of(found), found[1]["retry-after"]) == ((503, "unavailable"), "5")
+        wait_until(lambda: numbers(endpoint)["nbdist_texts_running"] == 0)
+        fails[:] = []
+        assert post(endpoint)[0] == 200
+
+
+def test_a_thread_of_another_request_that_cannot_start(slow, monkeypatch):
+    """Its turn comes when the text of another request ends: that one's client gets its whole answer."""
+    slow, endpoint = slow
+    with begin(endpoint) as first:
+        wait_until(lambda: slow.steps == 1)
+        with begin(endpoint) as second:
+            wait_until(lambda: numbers(endpoint)["nbdist_texts_queued"] == 1)
+
+            def fail(thread):
+                raise RuntimeError("can't start new thread")
+
+            monkeypatch.setattr(threading.Thread, "start", fail)
+            slow.go.release(10**6)
+            assert b"200 OK" in first.recv(100)
+            assert b"503" in second.recv(100)
+    monkeypatch.undo()
+    wait_until(lambda: numbers(endpoint)["nbdist_texts_running"] == 0)
+    assert post(endpoint)[0] == 200
+
+
 def test_health_says_whether_a_worker_serves(model, tokenizer):
     states = {"worker0": "online", "worker1": "gone"}
     endpoint = Endpoint(model, tokenizer, "tiny", lambda: states, Limits(1, 1, 100), host="127.0.0.1", port=0, key=True)
