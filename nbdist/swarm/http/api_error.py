@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from nbdist.errors import NbdistError
+from nbdist.errors import NbdistError, UsageError
+from nbdist.swarm.server.cache_budget import NeverFits
 
 _log = logging.getLogger(__name__)
 
@@ -28,7 +29,10 @@ class ApiError(Exception):
         """Return the answer to a request that ``error`` has ended. An unknown error is logged, and not shown."""
         if isinstance(error, cls):
             return error
-        if isinstance(error, NbdistError):  # such as `NoRoute` and `CacheFull`
-            return cls(503, f"the swarm cannot write this text: {error}", code="unavailable", retry=5)
+        if isinstance(error, NeverFits):
+            return cls(400, f"max_tokens, with the prompt, is too much for the swarm's memory: {error}", "max_tokens")
+        if isinstance(error, NbdistError):  # such as `NoRoute` and `CacheFull`; or the swarm is closed
+            retry = 0 if isinstance(error, UsageError) else 5
+            return cls(503, f"the swarm cannot write this text: {error}", code="unavailable", retry=retry)
         _log.error("a request to an HTTP endpoint failed", exc_info=error)
         return cls(500, f"the server failed with {type(error).__name__}; its own log says more", code="internal_error")

@@ -30,6 +30,10 @@ class CacheFull(NbdistError):
     """
 
 
+class NeverFits(CacheFull, NbdistError):  # the page of errors has the classes with a base in `nbdist.errors`
+    """A session's caches exceed the limit of a server's memory: waiting would not help, shorter sequences would."""
+
+
 class Ticket:
     """A request for some bytes by an owner, until the time ``deadline``. While it is granted, it holds the bytes."""
 
@@ -58,13 +62,13 @@ class Budget:
     def ask(self, owner: Hashable, nbytes: int, deadline: float) -> Ticket:
         """Ask for more bytes for an owner; return a ticket that is granted at once, or waits for its turn.
 
-        Only `expire`, whose clock ``deadline`` is of, ends a ticket that still waits then. Raises `CacheFull` if the
+        Only `expire`, whose clock ``deadline`` is of, ends a ticket that still waits then. Raises `NeverFits` if the
         owner would have more than the limit, so that waiting would not help.
         """
         has = self.of(owner)
         if self.limit is not None and has + nbytes > self.limit:
             more = f", besides {has} that it has," if has else ""
-            raise CacheFull(
+            raise NeverFits(
                 f"{nbytes} bytes of caches{more} can never fit, as the limit is {self.limit} bytes: "
                 "use shorter or fewer sequences, or call serve with more cache_bytes"
             )

@@ -19,6 +19,7 @@ from helpers.models import tiny_tokenizer
 from helpers.waiting import wait_until
 
 from nbdist.errors import UsageError
+from nbdist.swarm import NoRoute
 from nbdist.swarm.http import endpoint as endpoint_module
 from nbdist.swarm.http.endpoint import Endpoint
 from nbdist.swarm.http.limits import Limits
@@ -517,7 +518,7 @@ def test_an_error_before_the_first_token_has_a_status_and_a_later_one_ends_the_s
         def generate(self, ids, **options):
             if not self.steps:
                 self.steps = 1
-                raise UsageError("no worker is left")
+                raise NoRoute("no worker is left")
 
             def fail(ids, scores, **_):
                 raise ZeroDivisionError("a secret")

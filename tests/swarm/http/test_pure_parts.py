@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers
 
 from nbdist.errors import UsageError
+from nbdist.swarm import NoRoute
 from nbdist.swarm.http.api_error import ApiError
 from nbdist.swarm.http.limits import Limits
 from nbdist.swarm.http.metrics import Metrics
@@ -170,8 +171,9 @@ def test_metrics_have_prometheus_form():
 
 def test_errors_of_the_server_are_not_the_clients(caplog):
     error = ApiError.of(UsageError("the swarm is closed"))
-    assert (error.status, error.body["error"]["type"], error.headers) == (503, "server_error", {"Retry-After": "5"})
+    assert (error.status, error.body["error"]["type"], error.headers) == (503, "server_error", {})
     assert "the swarm is closed" in str(error)
+    assert ApiError.of(NoRoute("no server is left")).headers == {"Retry-After": "5"}
     error = ApiError.of(ZeroDivisionError("a secret"))
     assert error.status == 500
     assert "secret" not in str(error)

@@ -1,5 +1,6 @@
 """A swarm over HTTP, on real workers that are killed: its texts are those of the model in one process."""
 
+import contextlib
 import json
 import os
 import signal
@@ -103,6 +104,17 @@ def test_a_closed_swarm_and_one_without_workers_say_so(swarm, endpoint):
     swarm.close()
     with pytest.raises(openai.InternalServerError, match="closed"):
         client.completions.create(model="tiny", prompt="x")
+
+
+def test_max_tokens_that_never_fit_are_the_clients_error(three):
+    with contextlib.closing(serve(tiny_tokenizer.model(2000), workers=[0, 1], cache_bytes=20_000)) as swarm:
+        endpoint = swarm.http(tokenizer=tiny_tokenizer.make(), name="tiny")
+        client = client_of(endpoint)
+        with pytest.raises(openai.BadRequestError, match="can never fit") as found:
+            client.completions.create(model="tiny", prompt="x", max_tokens=1900)
+        assert found.value.param == "max_tokens"
+        assert client.completions.create(model="tiny", prompt="x", max_tokens=2).usage.completion_tokens <= 2
+        endpoint.close()
 
 
 def test_its_arguments(swarm):
