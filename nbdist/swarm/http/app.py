@@ -43,7 +43,7 @@ class App:
     states: Callable[[], Mapping[str, str]]  # of the workers, by name
     limits: Limits
     key: str | None  # that clients must send
-    hosts: set[str]  # names of this server
+    hosts: set[str]  # names of this server, in lower case, without a dot at the end
     _metrics: Metrics = field(default_factory=Metrics)
     _running: set[RequestTexts] = field(default_factory=set)
     _created: int = field(default_factory=lambda: int(time.time()))
@@ -71,7 +71,7 @@ class App:
         """Raise `ApiError` if a request is for another host, or lacks the key."""
         # A page of any site can have its own name lead to this address, and so reach it by a user's browser. It cannot
         # do so with an address in place of the name.
-        host = re.sub(r":\d*$", "", request.headers.get("host", "").lower())
+        host = re.sub(r":\d*$", "", request.headers.get("host", "").lower()).removesuffix(".")
         if host not in self.hosts:
             try:
                 ipaddress.ip_address(host.strip("[]"))

@@ -9,7 +9,7 @@ import secrets
 import shlex
 import socket
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 try:
@@ -33,7 +33,8 @@ _HEAD_SECONDS = 10.0  # within which a client must have sent the headers of its 
 class Endpoint:
     """A model that is served over HTTP, until `close` or the end of this process. `Swarm.http` opens it.
 
-    Its text shows the address, the key, and a command that tries it. Any thread may call its methods.
+    Its text shows the address, the key, and a command that tries it. Any thread may call its methods. ``hosts`` are
+    further names by which clients reach it, such as that of a reverse proxy.
     """
 
     def __init__(
@@ -47,6 +48,7 @@ class Endpoint:
         host: str,
         port: int,
         key: bool,
+        hosts: Iterable[str] = (),
     ) -> None:
         self._is_local = host == "localhost" or ipaddress.ip_address(host).is_loopback
         if not key and not self._is_local:
@@ -55,8 +57,9 @@ class Endpoint:
             )
         self.key = f"nb-{secrets.token_urlsafe(24)}" if key else None
         """The key that clients must send; None if they need none."""
-        hosts = {"localhost", host, socket.gethostname(), socket.getfqdn()}
-        self._app = App(model, tokenizer, name, states, limits, self.key, hosts)
+        names = {"localhost", host, socket.gethostname(), socket.getfqdn(), *hosts}
+        names = {each.lower().removesuffix(".") for each in names}
+        self._app = App(model, tokenizer, name, states, limits, self.key, names)
         self._socket = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
         shown = f"[{host}]" if ":" in host else host
         self.url = f"http://{shown}:{self._socket.getsockname()[1]}/v1"

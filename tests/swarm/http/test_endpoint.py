@@ -38,7 +38,7 @@ def model():
 
 
 @contextlib.contextmanager
-def opened(model, tokenizer, *, key=True, host="127.0.0.1", limits=None):
+def opened(model, tokenizer, *, key=True, host="127.0.0.1", limits=None, hosts=()):
     endpoint = Endpoint(
         model,
         tokenizer,
@@ -48,6 +48,7 @@ def opened(model, tokenizer, *, key=True, host="127.0.0.1", limits=None):
         host=host,
         port=0,
         key=key,
+        hosts=hosts,
     )
     try:
         yield endpoint
@@ -335,6 +336,16 @@ def test_another_host(endpoint, host):
 @pytest.mark.parametrize("host", ["localhost", "localhost:8000", "127.0.0.1:1", "[::1]:8", "10.0.0.7"])
 def test_addresses_and_localhost_are_this_host(endpoint, host):
     assert send(endpoint, "GET", "/v1/models", Host=host)[0] == 200
+
+
+def test_names_of_this_host_and_of_a_proxy(model, tokenizer, monkeypatch):
+    monkeypatch.setattr(socket, "gethostname", lambda: "Johns-Box")
+    monkeypatch.setattr(socket, "getfqdn", lambda: "Johns-Box.example.")
+    with opened(model, tokenizer, hosts=["Models.example"]) as endpoint:
+        for host in ("johns-box", "Johns-Box:80", "JOHNS-BOX.EXAMPLE", "models.example.:443", "localhost."):
+            assert send(endpoint, "GET", "/v1/models", Host=host)[0] == 200
+        for host in ("models", "models.example..", "."):
+            assert send(endpoint, "GET", "/v1/models", Host=host)[0] == 421
 
 
 def test_pages_of_other_sites_get_no_permission(endpoint):
