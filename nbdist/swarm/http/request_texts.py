@@ -46,7 +46,10 @@ class RequestTexts:
         self._come.put_nowait(error)
 
     def halt(self) -> None:
-        """Give up the turns that have not come, and stop each thread after the token that it is at."""
+        """Give up the turns that have not come, and stop each thread after the token that it is at.
+
+        A thread that waits for cache memory keeps its turn until that wait ends.
+        """
         self._halted.set()
         self._limits.withdraw(self._starts)
 
