@@ -67,6 +67,13 @@ def _parser() -> argparse.ArgumentParser:
 def _serve(given: argparse.Namespace) -> int:
     import nbdist
 
+    try:
+        from nbdist.swarm.http.endpoint import listen
+
+        listen(given.host, given.http, key=not given.no_key).close()  # an error comes now, before the model is loaded
+    except (ImportError, OSError) as error:
+        print(f"nbdist: {error}", file=sys.stderr)
+        return 2
     with nbdist.Cluster(given.workers, backend="none", preload=["nbdist.swarm"]):
         swarm = nbdist.swarm.serve(given.model, workers=range(given.workers))
         endpoint = swarm.http(given.http, given.host, key=not given.no_key)
@@ -113,7 +120,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
             return join(given.connect, given.workers, given.host, given.with_parent)
         if given.command == "swarm":
-            return _serve(given)
+            with contextlib.suppress(KeyboardInterrupt):  # Ctrl-C while the model is loaded
+                return _serve(given)
+            return 130
         from nbdist.doctor import examine
 
         return examine(given.connect)

@@ -30,6 +30,26 @@ _MOST_ACCEPTED = 32  # connections in one turn of the event loop, before the fir
 _HEAD_SECONDS = 10.0  # within which a client must have sent the headers of its next request
 
 
+def listen(host: str, port: int, *, key: bool) -> socket.socket:
+    """Return the socket at which an endpoint listens.
+
+    Raises UsageError if an argument is not valid, or an endpoint there needs a key; OSError if the port is taken, or
+    this host does not have the address.
+    """
+    try:
+        address = ipaddress.ip_address("127.0.0.1" if host == "localhost" else host)
+    except ValueError:
+        raise UsageError(f"host must be an address of this machine, such as 127.0.0.1, not {host!r}") from None
+    if not 0 <= port < 2**16:
+        raise UsageError(f"port must be a number from 0 to 65535, not {port}")
+    if not key and not address.is_loopback:
+        raise UsageError(
+            f"an endpoint at {host} needs a key, because other machines reach it: "
+            "leave out key=False (--no-key), or host"
+        )
+    return socket.create_server((host, port), family=socket.AF_INET6 if address.version == 6 else socket.AF_INET)
+
+
 class Endpoint:
     """A model that is served over HTTP, until `close` or the end of this process. `Swarm.http` opens it.
 
@@ -50,17 +70,13 @@ class Endpoint:
         key: bool,
         hosts: Iterable[str] = (),
     ) -> None:
-        self._is_local = host == "localhost" or ipaddress.ip_address(host).is_loopback
-        if not key and not self._is_local:
-            raise UsageError(
-                f"an endpoint at {host} needs a key, because other machines reach it: leave out key=False, or host"
-            )
+        self._socket = listen(host, port, key=key)
+        self._is_local = ipaddress.ip_address(self._socket.getsockname()[0]).is_loopback
         self.key = f"nb-{secrets.token_urlsafe(24)}" if key else None
         """The key that clients must send; None if they need none."""
         names = {"localhost", host, socket.gethostname(), socket.getfqdn(), *hosts}
         names = {each.lower().removesuffix(".") for each in names}
         self._app = App(model, tokenizer, name, states, limits, self.key, names)
-        self._socket = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
         shown = f"[{host}]" if ":" in host else host
         self.url = f"http://{shown}:{self._socket.getsockname()[1]}/v1"
         """The address, as clients of OpenAI's API take it for ``base_url``."""

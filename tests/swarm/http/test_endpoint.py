@@ -706,6 +706,20 @@ def test_a_port_that_is_taken(model, tokenizer, endpoint):
         Endpoint(model, tokenizer, "tiny", dict, Limits(1, 1, 1), host="127.0.0.1", port=port, key=True)
 
 
+@pytest.mark.parametrize(
+    ("host", "port", "words"),
+    [
+        ("myhost", 0, "host must be an address of this machine, such as 127.0.0.1, not 'myhost'"),
+        ("", 0, "not ''"),
+        ("127.0.0.1", 99999, "port must be a number from 0 to 65535, not 99999"),
+        ("127.0.0.1", -1, "not -1"),
+    ],
+)
+def test_addresses_that_are_not_valid(model, tokenizer, host, port, words):
+    with pytest.raises(UsageError, match=words):
+        Endpoint(model, tokenizer, "tiny", dict, Limits(1, 1, 1), host=host, port=port, key=True)
+
+
 def test_nothing_is_logged_for_a_healthy_request(endpoint, caplog):
     with caplog.at_level(logging.INFO, logger="nbdist"):
         post(endpoint)

@@ -17,6 +17,7 @@ from helpers.suite.python_path import python_path
 from helpers.waiting import wait_until
 
 import nbdist
+from nbdist.__main__ import main
 from nbdist.errors import UsageError
 from nbdist.swarm import serve
 from nbdist.swarm.http.endpoint import Endpoint
@@ -144,10 +145,45 @@ def test_the_command_serves_until_ctrl_c(tmp_path):
         socket.create_connection(("127.0.0.1", int(url.split(":")[2].removesuffix("/v1"))))
 
 
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ("--http {}", "Address already in use"),
+        ("--http 99999", "port must be a number from 0 to 65535, not 99999"),
+        ("--host myhost", "not 'myhost'"),
+        ("--host 0.0.0.0 --no-key", "needs a key"),
+    ],
+)
+def test_the_command_checks_the_address_before_it_starts_workers(options, words, monkeypatch, capsys):
+    monkeypatch.setattr(nbdist, "Cluster", None)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        options = options.format(taken.getsockname()[1])
+        assert main(["swarm", "serve", "no-model", *options.split()]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_ctrl_c_while_a_model_is_loaded_ends_the_command():
+    code = (
+        "import signal, sys\nimport nbdist.swarm\nfrom nbdist.__main__ import main\n"
+        "nbdist.swarm.serve = lambda *_, **__: signal.raise_signal(signal.SIGINT)\n"
+        "sys.exit(main(['swarm', 'serve', 'no-model', '-n', '1']))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+
 def test_without_starlette(tmp_path):
     (tmp_path / "starlette.py").write_text("raise ImportError('no starlette')")
     code = "import nbdist.swarm\nassert 'uvicorn' not in __import__('sys').modules\nimport nbdist.swarm.http.endpoint"
     done = subprocess.run(
         [sys.executable, "-P", "-c", code], env={**os.environ, **python_path(tmp_path)}, capture_output=True, text=True
     )
-    assert 'ImportError: an HTTP endpoint needs starlette and uvicorn: pip install "nbdist[serve]"' in done.stderr
+    words = 'an HTTP endpoint needs starlette and uvicorn: pip install "nbdist[serve]"'
+    assert f"ImportError: {words}" in done.stderr
+    done = subprocess.run(
+        [sys.executable, "-P", "-m", "nbdist", "swarm", "serve", "no-model"],
+        env={**os.environ, **python_path(tmp_path)},
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode, done.stderr) == (2, f"nbdist: {words}\n")
