@@ -23,7 +23,8 @@ _NOTHING: dict[str, list[Any]] = json.loads(
     "tools": [[]], "tool_choice": ["none", "auto"], "parallel_tool_calls": [true, false],
     "functions": [[]], "function_call": ["none", "auto"], "modalities": [["text"]], "audio": [], "prediction": [],
     "reasoning_effort": ["none"], "verbosity": ["medium"], "web_search_options": [], "store": [false],
-    "service_tier": ["auto", "default"], "best_of": [1], "echo": [false], "suffix": [""]}"""
+    "service_tier": ["auto", "default"], "best_of": [1], "echo": [false], "suffix": [""],
+    "top_logprobs": [0], "stream_options.include_obfuscation": [false]}"""
 )
 _WITHOUT_EFFECT = {"user", "metadata", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"}
 _ROLES = ("system", "developer", "user", "assistant")

@@ -66,6 +66,13 @@ def _text_logprobs(scores: Sequence[TokenScore]) -> dict[str, Any]:
     return {
         "tokens": [score.text for score in scores],
         "token_logprobs": [max(score.logprob, _IMPOSSIBLE) for score in scores],
-        "top_logprobs": [{text: max(value, _IMPOSSIBLE) for text, value in score.top} for score in scores],
+        "top_logprobs": [_by_text(score.top) for score in scores],
         "text_offset": [score.begin for score in scores],
     }
+
+
+def _by_text(top: Sequence[tuple[str, float]]) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for text, logprob in top:  # of tokens with one text, such as parts of characters, the most probable comes first
+        found.setdefault(text, max(logprob, _IMPOSSIBLE))
+    return found

@@ -108,7 +108,7 @@ class Writing:
         return Piece(text, score, self._finish)
 
     def _score(self, token: int, logprobs: torch.Tensor, top: int) -> TokenScore:
-        values, tokens = logprobs.topk(top)
+        values, tokens = logprobs.topk(min(top, len(logprobs)))
         others = [(self._decode([each]), value) for each, value in zip(tokens.tolist(), values.tolist(), strict=True)]
         return TokenScore(self._decode([token]), float(logprobs[token]), others, self._length)
 

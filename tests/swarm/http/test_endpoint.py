@@ -23,6 +23,8 @@ from nbdist.swarm import NoRoute
 from nbdist.swarm.http import endpoint as endpoint_module
 from nbdist.swarm.http.endpoint import Endpoint
 from nbdist.swarm.http.limits import Limits
+from nbdist.swarm.http.request import TextRequest
+from nbdist.swarm.http.writing import Writing
 
 ASK = {"model": "tiny", "prompt": "Hello", "max_tokens": 5}
 
@@ -260,6 +262,13 @@ def test_probabilities_are_those_of_the_model(client, model, tokenizer):
     assert len(content) == 3
     assert all(len(each.top_logprobs) == 3 and each.logprob <= each.top_logprobs[0].logprob for each in content)
     assert all(each.bytes is None or bytes(each.bytes).decode() == each.token for each in content)
+
+
+def test_a_model_of_few_tokens_has_no_more_probabilities(model, tokenizer):
+    prompt = tokenizer("Hello")["input_ids"]
+    request = TextRequest.read(json.dumps({**ASK, "logprobs": 5}).encode(), chat=False)
+    writing = Writing(request, tokenizer, prompt, 5, 0)
+    assert len(writing._score(2, torch.zeros(3), 5).top) == 3
 
 
 def test_curl_as_the_endpoint_shows_it(endpoint):

@@ -12,8 +12,11 @@ from nbdist.swarm import NoRoute
 from nbdist.swarm.http.api_error import ApiError
 from nbdist.swarm.http.limits import Limits
 from nbdist.swarm.http.metrics import Metrics
+from nbdist.swarm.http.request import TextRequest
 from nbdist.swarm.http.stop_texts import StopTexts
+from nbdist.swarm.http.text_answer import TextAnswer
 from nbdist.swarm.http.token_texts import TokenTexts
+from nbdist.swarm.http.writing import Piece, TokenScore
 
 
 def with_byte_fallback():
@@ -113,6 +116,13 @@ def test_a_space_at_the_begin_depends_on_the_prompt():
     decode = lambda tokens: " ".join(map(str, tokens))  # noqa: E731
     assert TokenTexts(decode, [7]).add(8) == " 8"
     assert TokenTexts(decode, []).add(8) == "8"
+
+
+def test_the_more_probable_of_tokens_with_one_text_is_shown():
+    request = TextRequest.read(b'{"model": "m", "prompt": "x", "logprobs": 3}', chat=False)
+    score = TokenScore("?", -0.1, [("?", -0.1), ("?", -3.0), ("a", -4.0)], 0)
+    found = TextAnswer(request, "1", 0, 1).whole([(0, Piece("?", score, "stop"))])
+    assert found["choices"][0]["logprobs"]["top_logprobs"] == [{"?": -0.1, "a": -4.0}]
 
 
 def test_turns_come_in_order():

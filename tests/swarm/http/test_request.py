@@ -117,6 +117,7 @@ ASKS_FOR_NOTHING = {
     "best_of": (1, 3),
     "echo": (False, True),
     "suffix": ("", "x"),
+    "top_logprobs": (0, 3),
 }
 """Fields with a value that asks for nothing, and one that would change the answer."""
 
@@ -135,7 +136,7 @@ def test_fields_without_effect_are_accepted(name):
     assert read(**{name: {"any": "value"}}) == read()
 
 
-@pytest.mark.parametrize("name", ["top_k", "min_p", "repetition_penalty", "ignore_eos", "messages", "top_logprobs"])
+@pytest.mark.parametrize("name", ["top_k", "min_p", "repetition_penalty", "ignore_eos", "messages"])
 def test_fields_that_are_not_there_are_refused(name):
     error = refused(**{name: 3})
     assert (error["param"], error["code"]) == (name, "unknown_parameter")
@@ -173,6 +174,10 @@ def test_values_that_are_not_valid_in_a_chat_are_refused(name, value):
 @pytest.mark.parametrize("options", [{"include_usage": 1}, {"include_obfuscation": True}, {"other": 1}])
 def test_other_options_of_streams_are_refused(options):
     assert refused(stream=True, stream_options=options)["param"] == f"stream_options.{next(iter(options))}"
+
+
+def test_a_stream_without_obfuscation_is_any_stream():
+    assert read(stream=True, stream_options={"include_obfuscation": False}) == read(stream=True)
 
 
 def test_there_is_a_limit_to_the_texts_of_a_request():
