@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, SupportsIndex
 
 from nbdist.amounts import counted, size
@@ -392,6 +392,7 @@ class Swarm:
         name: str | None = None,
         tokenizer: Any = None,
         key: bool = True,
+        hosts: Iterable[str] = (),
         at_once: int | None = 4,
         queue: int | None = 64,
         rate: int | None = 600,
@@ -407,6 +408,7 @@ class Swarm:
             name: of the model, for clients; by default its folder's, or, with ``tokenizer``, its architecture's.
             tokenizer: by default that of the model's folder.
             key: False to ask for no key, on a loopback address only. Other users of the host reach that, too.
+            hosts: further names by which clients reach it, such as a proxy's; those of this host are known.
             at_once: texts that are written at once; None for no limit, here and below.
             queue: texts that may wait. A request for more gets the error 429.
             rate: requests a minute. A request more gets the error 429.
@@ -429,7 +431,7 @@ class Swarm:
                 "the model came without a tokenizer: pass one, http(tokenizer=AutoTokenizer.from_pretrained(...))"
             ) from error
         model = self.causal_lm()
-        return Endpoint(model, tokenizer, name, lambda: self.states, limits, host=host, port=port, key=key)
+        return Endpoint(model, tokenizer, name, lambda: self.states, limits, host=host, port=port, key=key, hosts=hosts)
 
     def _model(self, kind: str, recover: Recover | None, num_labels: int | None = None) -> Any:
         self.crew.check_open()
