@@ -33,7 +33,7 @@ _KINDS = {
 _NUMBER = re.compile(r"(\d+)")
 _SERVING = ("online", "draining")  # the states in which a worker's blocks can be used
 # The parts of a log line that differ in each run, and are left out of lasting pictures: session ids and times.
-_VARIES_BY_RUN = re.compile(r"(?<=\bsession) \d+\.\d+|, [\d.]+ (?:µs|ms|s)\b")
+_VARIES_BY_RUN = re.compile(r"(?<=\bsession) [0-9a-f]+\.\d+|, [\d.]+ (?:µs|ms|s)\b")
 
 
 def snapshot_of(swarm: Swarm) -> dict[str, Any]:

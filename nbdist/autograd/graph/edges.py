@@ -18,6 +18,7 @@ torch's engine, and the engine hands it on to its threads for other devices.
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -123,9 +124,7 @@ class Received:
         self.message = message
         self.peer = peer
         self.function = function
-        self.context = (
-            context  # its id; and the ident of the thread that has opened it, if that is one of this worker's
-        )
+        self.context = context  # its id, and the ident of the thread that has opened it, if one of this worker's has
         self.thread = thread
         # Of each tensor of the message, in the order in which they were sent.
         self.like: list[tuple[torch.Size, torch.dtype, torch.device]] = []
@@ -172,10 +171,11 @@ def _run_receive_node(ctx: Any, *gradients: torch.Tensor | None) -> tuple[None, 
     part: RunningPart | None = thread_value(_PART) if thread_has(_PART) else None
     if part is None:
         end = ctx.end
-        whose = f", which thread {thread_name(end.thread)!r} has opened" if end.thread else ""
+        is_others = end.thread not in (0, threading.get_ident())
+        whose = f" in context {end.context}, which thread {thread_name(end.thread)!r} has opened" if is_others else ""
         raise UsageError(
-            f"this pass has come to a tensor that was received from another worker ({end.function}) in context "
-            f"{end.context}{whose}, and a local backward() or autograd.grad() cannot go on there: write "
+            f"this pass has come to a tensor that was received from another worker ({end.function}){whose}, and a "
+            f"local backward() or autograd.grad() cannot go on there: write "
             f"`dist_autograd.backward(context_id, [loss])` inside of the `with dist_autograd.context() as context_id:`"
         )
     part.cross(ctx.end, ctx.first, gradients)
