@@ -332,7 +332,7 @@ class Watch:
             shares = {on: each for on, each in alive.items() if name in (None, self._transport.name_of(on))}
             halted = {on: share.at for on, share in shares.items() if share.at is not None and on not in gone}
             go = [on for on, at in halted.items() if at.node is not None]
-            # To collectives they go together, when all have come to one, or the rest seem to wait in their nodes.
+            # To collectives those that have begun go together, when all are at one, or the rest seem to wait in nodes.
             if not (go or gone) and (len(halted) == len(shares) or not is_news):
                 go = list(halted)
             for number in go:
