@@ -18,7 +18,7 @@ from helpers.suite.python_path import TESTS, python_path
 from helpers.waiting import wait_until
 
 import nbdist
-from nbdist.errors import UsageError
+from nbdist.errors import UsageError, WorkerLost
 from nbdist.rpc import api
 from nbdist.swarm import NoRoute, connect, serve
 from nbdist.swarm.directory.directory import Directory
@@ -330,3 +330,14 @@ def test_a_spending_function_stays_with_its_client(world):
     with another(world, swarm.address()) as other:
         assert other.crew.policy.spend("step", 1) == 0.0
     swarm.close()
+
+
+def test_the_process_that_serves_is_gone():
+    with World(3) as world:
+        with world[0].activate():
+            swarm = serve(swarm_models.make("llama"), workers=[1])
+        with world[2].activate():
+            other = connect(swarm.address())
+        world[0].close("it was closed")
+        with world[2].activate(), pytest.raises(WorkerLost, match="the process that served this swarm is gone"):
+            other.join("worker2")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
-from nbdist.errors import UsageError
+from nbdist.errors import UsageError, WorkerLost
 from nbdist.rpc.api import current_agent
 from nbdist.rpc.named import NotOffered
 from nbdist.swarm.directory.directory import News
@@ -110,6 +110,12 @@ class FarPlacer:
             return current_agent().at(*self.address).ask(method, *arguments, timeout=timeout)
         except NotOffered:
             raise UsageError(CLOSED) from None
+        except WorkerLost as error:
+            if any(each.name == self.address.worker for each in current_agent().members()):
+                raise  # of a worker that was to load blocks
+            raise WorkerLost(
+                "the process that served this swarm is gone, and the swarm with it: serve it again"
+            ) from error
 
     def close(self) -> None:
         """End this process's part only."""
