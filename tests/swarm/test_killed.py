@@ -20,7 +20,6 @@ from helpers.processes import workers
 from helpers.suite.python_path import TESTS, python_path
 from helpers.waiting import wait_until
 
-import nbdist
 from nbdist.errors import UsageError, WorkerLost
 from nbdist.rpc import api
 from nbdist.swarm import adapter, named_models, serve
@@ -29,20 +28,6 @@ from nbdist.swarm.directory.routing import NoRoute
 from nbdist.swarm.placer import Placer
 from nbdist.swarm.server.server import Options, Server
 from nbdist.swarm.server.sources import offer
-
-
-@pytest.fixture(scope="module")
-def cluster():
-    with nbdist.Cluster(3, backend="none", preload=["nbdist.swarm"]) as cluster:
-        yield cluster
-
-
-@pytest.fixture
-def three(cluster):
-    """All workers, whatever the test before has done to them."""
-    if any(worker.lost for worker in cluster.workers):
-        cluster.restart()
-    return cluster
 
 
 class At(transformers.StoppingCriteria):

@@ -4,7 +4,7 @@ The *crew* is all servers of a swarm as one client knows them, a *member* its re
 (`nbdist.swarm.client.server_record`), a *way* a route with its members. Which servers there are, and what they have,
 the crew reads from the swarm's directory; it asks the swarm's placer to give blocks to servers
 (`nbdist.swarm.directory.placing`). When a call fails, the crew notes that the server is lost (`lose`) or does not
-answer (`_ban`), and raises `Gone`; the caller then asks for a new route. For blocks that no server has any more,
+answer (`ban`), and raises `Gone`; the caller then asks for a new route. For blocks that no server has any more,
 `Crew.way` has the placer mend that.
 
 A banned server stays "online", but gets no work from this client for some seconds.
@@ -69,7 +69,7 @@ class Crew:
         self.ban_seconds = _FIRST_BAN_SECONDS  # of the first ban of a server
         self._placing = placing
         self._journal = journal
-        self._members: dict[str, ServerRecord] = {}  # by name of the server, in the order in which they joined
+        self._members: dict[str, ServerRecord] = {}  # by name of the worker, in the order in which they joined
         self._known = 0  # the version of the directory, as `_members` has it
         self._choose = random.Random(0)
         # Guards the members and their entries; notified when the directory has changed.
@@ -187,14 +187,12 @@ class Crew:
                 try:
                     self._placing.mend(begin, end, away)
                 except Gone:
-                    continue
+                    pass  # it is banned or lost now: the next time, others are asked
                 except NoRoute:
                     if not self._may_come(began):
                         raise
-                    continue
-                finally:
-                    self._read()
-                members = self.serving()
+                self._read()
+                continue
             offers = {name: member.offer() for name, member in members.items()}
             try:
                 spans = find(offers, begin, end)
@@ -326,8 +324,7 @@ def _tell_loss(known: weakref.ref[Crew], record: Record, why: str) -> None:
         crew.lose(record.incarnation, why)
 
 
-def _do_nothing() -> None:
-    """Do nothing. An answer to this call shows that a worker is alive."""
+def _do_nothing() -> None: ...  # an answer to this call shows that a worker is alive
 
 
 def lacks_block(members: Mapping[str, ServerRecord], begin: int, end: int) -> bool:

@@ -35,7 +35,7 @@ _TEXT_PATHS = {"/v1/completions": False, "/v1/chat/completions": True}  # by pat
 
 @dataclass(eq=False)
 class App:
-    """TextAnswer requests over HTTP. Only the thread of the event loop calls it."""
+    """Answers requests over HTTP. Only the thread of the event loop calls it."""
 
     model: Any
     tokenizer: Any

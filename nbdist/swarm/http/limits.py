@@ -32,11 +32,11 @@ class Limits:
         self._since = 0.0  # when that was so
         self._waiting: deque[Start] = deque()
         self.running = 0
-        """RequestTexts that are written now."""
+        """Texts that are written now."""
 
     @property
     def queued(self) -> int:
-        """RequestTexts that wait for their turn."""
+        """Texts that wait for their turn."""
         return len(self._waiting)
 
     def admit(self, now: float) -> None:

@@ -275,7 +275,7 @@ def test_curl_as_the_endpoint_shows_it(endpoint):
     command = repr(endpoint)[repr(endpoint).index("curl") :]
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60)
     assert json.loads(done.stdout)["usage"]["completion_tokens"] <= 40, done
-    stream = f"{command[: command.index('-d')]} -N -d {shlex.quote(json.dumps({**ASK, 'stream': True}))}"
+    stream = f"{command[: command.index(' -d ')]} -N -d {shlex.quote(json.dumps({**ASK, 'stream': True}))}"
     done = subprocess.run(["bash", "-c", stream], capture_output=True, text=True, timeout=60)
     lines = [line for line in done.stdout.splitlines() if line]
     assert lines[-1] == "data: [DONE]"

@@ -24,19 +24,6 @@ from nbdist.swarm.http.endpoint import Endpoint
 from nbdist.swarm.http.limits import Limits
 
 
-@pytest.fixture(scope="module")
-def cluster():
-    with nbdist.Cluster(3, backend="none", preload=["nbdist.swarm"]) as cluster:
-        yield cluster
-
-
-@pytest.fixture
-def three(cluster):
-    if any(worker.lost for worker in cluster.workers):
-        cluster.restart()
-    return cluster
-
-
 @pytest.fixture
 def swarm(three):
     swarm = serve(tiny_tokenizer.model(2000), workers=[0, 1, 2])

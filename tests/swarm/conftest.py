@@ -1,0 +1,19 @@
+"""Three workers for tests that kill them."""
+
+import pytest
+
+import nbdist
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    with nbdist.Cluster(3, backend="none", preload=["nbdist.swarm"]) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def three(cluster):
+    """All workers, whatever the test before has done to them."""
+    if any(worker.lost for worker in cluster.workers):
+        cluster.restart()
+    return cluster
