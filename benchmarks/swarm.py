@@ -1,7 +1,8 @@
 """What it costs to have a language model in parts, and what a death costs: SmolLM2 over three workers.
 
 The same weights, from the same file, alone and in a swarm, turn by turn. Needs the packages that
-`nbdist.swarm.serve("smollm2")` names. ``--only speed`` (equal, speed, noticed, recovers, sweep, chance) runs a part.
+`nbdist.swarm.serve("smollm2")` names. ``--only speed`` (equal, speed, http, noticed, recovers, sweep,
+chance) runs a part.
 """
 
 from __future__ import annotations
@@ -11,15 +12,18 @@ import os
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
+import contextlib
+import json
 import random
 import statistics
+import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -53,15 +57,36 @@ PROMPTS = [
     "The meaning of life",
 ]
 LIMITS = {
-    "speed": ("≥ 0.85", "0.95"),
+    "speed": ("≥ 0.92", "0.98"),
+    "http": ("≤ 1.05", "1.02"),
     "noticed": ("≤ 100 ms", "30 ms"),
     "fast": ("≤ 300 ms", "120 ms"),
     "p=0.001": ("≥ 0.95", ""),
     "p=0.01": ("≥ 0.6", ""),
 }
-PARTS = ("equal", "speed", "noticed", "recovers", "sweep", "chance")
+PARTS = ("equal", "speed", "http", "noticed", "recovers", "sweep", "chance")
 _BACK = 1.0
 """Seconds after which a worker that was killed is back."""
+
+# A client in a process of its own: the seconds of a token, from the first event of a stream to its last.
+_CLIENT = """
+import http.client, json, sys, time
+port, key, prompt, tokens = sys.argv[1:]
+asked = {"model": "smollm2", "prompt": prompt, "max_tokens": int(tokens), "temperature": 0, "stream": True,
+         "stream_options": {"include_usage": True}}
+for _ in sys.stdin:
+    connection = http.client.HTTPConnection("127.0.0.1", int(port))
+    headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
+    connection.request("POST", "/v1/completions", json.dumps(asked), headers)
+    at, found = [], {}
+    for line in connection.getresponse():
+        if line.startswith(b"data: {"):
+            told = json.loads(line[6:])
+            if told["choices"]:
+                at.append(time.perf_counter())
+            found = told.get("usage") or found
+    print(json.dumps((at[-1] - at[0]) / (found["completion_tokens"] - 1)), flush=True)
+"""
 
 
 class After(transformers.StoppingCriteria):  # type: ignore[misc]
@@ -97,7 +122,7 @@ class Bench:
             )
         ).eval()
 
-    @contextmanager
+    @contextlib.contextmanager
     def swarm(self, recover: str) -> Iterator[Any]:
         """All workers, alive, with a third of the model each."""
         if any(worker.lost for worker in self.cluster.workers):
@@ -165,6 +190,31 @@ class Bench:
                     self.write(model, inputs, 65, stopping_criteria=[after])
                     if number:
                         times[name].append((after.at[-1] - after.at[0]) / 64)
+        return times
+
+    def http(self, rounds: int) -> dict[str, list[float]]:
+        """Seconds of a token: written by a call in this process, and streamed to another one, in turns."""
+        times: dict[str, list[float]] = {"generate": [], "http": []}
+        inputs = self.inputs(PROMPTS[1])
+        with self.swarm("exact") as swarm, contextlib.closing(swarm.http(name="smollm2")) as endpoint:
+            model = swarm.causal_lm()
+            arguments = [str(urlsplit(endpoint.url).port), endpoint.key, PROMPTS[1], "65"]
+            client = subprocess.Popen(
+                [sys.executable, "-c", _CLIENT, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            )
+            assert client.stdin is not None
+            assert client.stdout is not None
+            with client:
+                for number in range(rounds + 1):
+                    after = After()
+                    self.write(model, inputs, 65, stopping_criteria=[after])
+                    client.stdin.write("\n")
+                    client.stdin.flush()
+                    streamed = json.loads(client.stdout.readline())
+                    if number:
+                        times["generate"].append((after.at[-1] - after.at[0]) / 64)
+                        times["http"].append(streamed)
+                client.stdin.close()
         return times
 
     def noticed(self, times: int) -> list[float]:
@@ -307,6 +357,10 @@ def tables(numbers: dict[str, Any]) -> str:
         alone, swarm = (statistics.median(numbers["speed"][name]) for name in ("alone", "swarm"))
         told = f"speed of writing against one process ({harness.duration(alone)} a token)"
         row(told, f"{alone / swarm:.3f}", *LIMITS["speed"])
+    if "http" in numbers:
+        called, streamed = (statistics.median(numbers["http"][name]) for name in ("generate", "http"))
+        told = f"a token over HTTP, beside `generate` in the client's process ({harness.duration(called)})"
+        row(told, f"{streamed / called:.3f}", *LIMITS["http"])
     if "noticed" in numbers:
         row(
             "from SIGKILL to its being known",
@@ -354,6 +408,7 @@ def main() -> None:
         parts: dict[str, Callable[[], Any]] = {
             "equal": bench.equal,
             "speed": lambda: bench.speed(2 * options.rounds),
+            "http": lambda: bench.http(2 * options.rounds),
             "noticed": lambda: bench.noticed(2 * options.rounds),
             "recovers": lambda: bench.recovers(options.rounds),
             "sweep": lambda: bench.sweep(2),
