@@ -6,9 +6,10 @@ from helpers.models import swarm_models
 from nbdist.swarm import connect, model_cache
 
 
-def write(address, count):
+def write(address, count, modes=("greedy",)):
+    """So many texts, in turn in these ways."""
     model = connect(address).causal_lm()
-    return [swarm_models.generate(model, "greedy") for _ in range(count)]
+    return [swarm_models.generate(model, modes[number % len(modes)]) for number in range(count)]
 
 
 def session_ids(address):
