@@ -5,12 +5,12 @@ Nothing is recorded for this while programs run. Each worker walks its autograd 
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
-from dataclasses import replace
-from functools import partial
 from typing import Any
 
+import msgspec
 import torch
 
 from nbdist.autograd import api
@@ -81,7 +81,7 @@ def plan_local(numbers: NodeNumbers, starts: Sequence[GraphEdge]) -> Plan:
     numbered = numbers.of([*found.leaves, *found.nodes.difference(found.leaves)])
     nodes = _describe_all(numbered, own=True)
     if why := why_no_line():
-        nodes = list(map(partial(_without_line, {node.number: node for node in nodes}, why), nodes))
+        nodes = list(map(functools.partial(_without_line, {node.number: node for node in nodes}, why), nodes))
     return planned(Trace(0, {name: nodes}), [(name, numbered[node]) for node, _ in starts])
 
 
@@ -92,7 +92,7 @@ def _without_line(nodes: dict[int, NodeInfo], why: str, node: NodeInfo) -> NodeI
     near = [nodes[number] for number in node.inputs]
     near += [nodes[number] for other in near for number in other.inputs if other.name == "TBackward0"]
     module = next((other.parameter_of for other in near if other.parameter_of), None)
-    return replace(node, origin=NodeOrigin(module, text=why))
+    return msgspec.structs.replace(node, origin=NodeOrigin(module, text=why))
 
 
 def trace(context_id: int | None = None) -> Trace:
@@ -196,9 +196,10 @@ def _describe(node: Node, numbers: dict[Node, int], names: dict[int, ParameterNa
         kept = type(leaf).__name__, "leaf", *_shape_and_dtype(leaf)
         return NodeInfo(number, *kept, inputs=(), label=label, parameter_of=holder, notes=notes_on(node, own=own))
     name = kind.name(node)
-    shape, dtype = _shape_and_dtype(node._input_metadata[0]) if node._input_metadata else (None, None)
+    outputs = node._input_metadata  # torch makes the list anew each time
+    shape, dtype = _shape_and_dtype(outputs[0]) if outputs else (None, None)
     if kind is RECEIVE:
-        made = range(node.first, node.first + len(node._input_metadata))  # the indices of its tensors in the message
+        made = range(node.first, node.first + len(outputs))  # the indices of its tensors in the message
         return NodeInfo(number, name, "receive", shape, dtype, (), node.end.message, tuple(made))
     inputs = tuple(numbers[to] for to, _ in node.next_functions if to is not None)
     notes = notes_on(node, own=own)
@@ -206,7 +207,12 @@ def _describe(node: Node, numbers: dict[Node, int], names: dict[int, ParameterNa
 
 
 def _shape_and_dtype(tensor: Any) -> tuple[tuple[int, ...], str]:
-    return tuple(int(n) for n in tensor.shape), str(tensor.dtype).removeprefix("torch.")
+    return tuple(map(int, tensor.shape)), _name_of(tensor.dtype)
+
+
+@functools.cache
+def _name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _tensor(slot: EdgeSlot) -> tuple[tuple[int, ...], str, int]:

@@ -107,7 +107,7 @@ def test_of_nothing_there_is_nothing_to_say():
 
 def test_a_parameter_is_called_by_its_name():
     found = made().after(UNPAUSED)
-    object.__setattr__(found.nodes[LEAF], "label", "fc1.weight")
+    msgspec.structs.force_setattr(found.nodes[LEAF], "label", "fc1.weight")
     assert told(found)[0].endswith("→ fc1.weight@notebook")
     assert [node["label"] for node in page.outline(found)["nodes"]] == ["", "", "", "fc1.weight", "", ""]
 
@@ -262,8 +262,8 @@ def test_parameters_in_no_optimizer_are_told_if_they_got_a_gradient():
     found = replicas()
     for worker in ("worker0", "worker1"):
         node = found.nodes[worker, 1]
-        object.__setattr__(node, "notes", (remarks.UNOWNED,))
-        object.__setattr__(node, "label", "head.weight" if worker == "worker0" else "body.weight")
+        msgspec.structs.force_setattr(node, "notes", (remarks.UNOWNED,))
+        msgspec.structs.force_setattr(node, "label", "head.weight" if worker == "worker0" else "body.weight")
     done = found.after([*norms("worker0", 1.0, 2.0, 4.0), *norms("worker1", 1.0, 2.0, 0.5)])
     said = "{}: 1 parameter got a gradient and belongs to no optimizer: {}"
     assert told(done)[-2:] == [said.format("worker0", "head.weight"), said.format("worker1", "body.weight")]

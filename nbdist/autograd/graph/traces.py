@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+
 from nbdist import registry
 from nbdist.autograd.graph.events import Key, Pass
 from nbdist.autograd.graph.hooks import Note
@@ -16,8 +18,7 @@ from nbdist.autograd.graph.origins import NodeOrigin
 _NOWHERE = NodeOrigin()
 
 
-@dataclass(frozen=True)
-class NodeInfo:
+class NodeInfo(msgspec.Struct, frozen=True, gc=False):  # a struct, as there are many: see `Event`
     """One node of a worker's autograd graph."""
 
     number: int

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import replace
+
+import msgspec
 
 from nbdist.autograd.graph.hooks import Note
 from nbdist.autograd.graph.messages import Head, PassId
@@ -43,7 +44,8 @@ class JointPass:
         """Add a note to these nodes of a worker."""
         nodes = self.plans[worker].trace.nodes
         nodes[worker] = [
-            replace(node, notes=(*node.notes, note)) if node.number in numbers else node for node in nodes[worker]
+            msgspec.structs.replace(node, notes=(*node.notes, note)) if node.number in numbers else node
+            for node in nodes[worker]
         ]
 
     @property
