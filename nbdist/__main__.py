@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import signal
 import sys
 import threading
 from collections.abc import Sequence
@@ -77,9 +78,12 @@ def _serve(given: argparse.Namespace) -> int:
     with nbdist.Cluster(given.workers, backend="none", preload=["nbdist.swarm"]):
         swarm = nbdist.swarm.serve(given.model, workers=range(given.workers))
         endpoint = swarm.http(given.http, given.host, key=not given.no_key)
+        # A script that starts this with `&` has SIGINT ignored, and systemd and Docker send SIGTERM.
+        ended = threading.Event()
+        for each in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(each, lambda *_: ended.set())
         print(f"{swarm}\n{endpoint}\nCtrl-C ends it.", flush=True)
-        with contextlib.suppress(KeyboardInterrupt):
-            threading.Event().wait()
+        ended.wait()
         endpoint.close()
         swarm.close()
     return 0

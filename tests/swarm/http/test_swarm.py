@@ -117,16 +117,19 @@ def test_its_arguments(swarm):
     endpoint.close()
 
 
-def test_the_command_serves_until_ctrl_c(tmp_path):
+@pytest.mark.parametrize("ending", [signal.SIGINT, signal.SIGTERM])
+def test_the_command_serves_until_ctrl_c(tmp_path, ending):
     tiny_tokenizer.model().save_pretrained(tmp_path / "tiny")
     tiny_tokenizer.make().save_pretrained(tmp_path / "tiny")
-    command = [sys.executable, "-m", "nbdist", "swarm", "serve", str(tmp_path / "tiny"), "-n", "1"]
+    # As a script starts it with `&`: SIGINT is ignored.
+    ignoring = ["env", "--ignore-signal=INT"]
+    command = [*ignoring, sys.executable, "-m", "nbdist", "swarm", "serve", str(tmp_path / "tiny"), "-n", "1"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         lines = list(iter(process.stdout.readline, "Ctrl-C ends it.\n"))
         url, key = lines[2].split()[-1].rstrip(">"), lines[3].split()[-1]
         with openai.OpenAI(base_url=url, api_key=key, max_retries=0) as client:
             assert client.completions.create(model="tiny", prompt="x", max_tokens=2).usage.completion_tokens <= 2
-        process.send_signal(signal.SIGINT)
+        process.send_signal(ending)
         assert process.wait(60) == 0
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.1", int(url.split(":")[2].removesuffix("/v1"))))
