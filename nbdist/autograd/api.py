@@ -259,7 +259,6 @@ def backward_async(*arguments: Any, **options: Any) -> Handle:
 
 
 def _with_id(arguments: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, ...]:
-    """Return the positional arguments, with the id of the thread's context in front if they have none."""
     if "context_id" in options or (arguments and (isinstance(arguments[0], int) or arguments[0] is None)):
         return arguments
     return (current_id(), *arguments)

@@ -124,10 +124,7 @@ def trace(context_id: int | None = None) -> Trace:
 
 
 def _collect(context: Context, starts: Sequence[GraphEdge] = ()) -> Trace:
-    """Return the trace of a context; with ``starts``, add the nodes behind them here, and leave out ``Trace.passes``.
-
-    A worker that is lost meanwhile goes into ``Trace.unreachable``.
-    """
+    """Return the trace of a context. With ``starts``, it also has the nodes behind them, and no ``Trace.passes``."""
     here = api.recorder()
     found = Trace(context.id, passes=context.watch.passes if context.watch is not None and not starts else [])
     members = {record.incarnation: record for record in here.membership.members()}
@@ -161,10 +158,8 @@ def _who_only_looks(context: Context, me: int) -> int | None:
 
 
 def local_nodes(context_id: int, starts: Sequence[GraphEdge] = ()) -> tuple[list[NodeInfo], list[Edge], list[int]]:
-    """Return this worker's nodes and outgoing edges in a context, and the incarnations of workers it knows there.
-
-    Called on each worker of the context, by RPC. A worker that does not have the context returns three empty lists.
-    """
+    """Return this worker's nodes and outgoing edges in a context, and the incarnations of workers it knows there."""
+    # Each worker of the context runs this, by RPC.
     here = api.recorder()
     context = here.contexts.find(context_id)
     if context is None:

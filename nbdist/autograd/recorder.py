@@ -55,10 +55,7 @@ _NO_EDGE = -1  # the number of the edge of a message without tensors
 
 
 def _carry() -> Surroundings | None:
-    """Return what makes the block in which a future's callback runs; None if it is registered outside of any context.
-
-    The block puts the thread that runs the callback into the context, and the gradient mode, of the one that registers.
-    """
+    """Return what makes the block in which a future's callback runs; None outside of any context."""
     try:
         recorder = current_agent().recorder
     except NotInitialized:
@@ -66,6 +63,7 @@ def _carry() -> Surroundings | None:
     context = recorder.current()
     if context is None:
         return None
+    # The callback's thread gets the context and the gradient mode of the thread that registers it.
     recording = Recording(context.id, context.maker, _NO_EDGE, torch.is_grad_enabled())
     return partial(recorder.running, context, recording)
 
@@ -112,10 +110,7 @@ class Recorder:
     # -- contexts -----------------------------------------------------------------------------
 
     def open(self, *, lines: bool = False, check: bool = False) -> Context:
-        """Make a context and have the calling thread enter it; raises UsageError if the thread is in one already.
-
-        The views that watch new contexts are told before this returns; an error of theirs ends the context.
-        """
+        """Make a context and have the calling thread enter it; raises UsageError if the thread is in one already."""
         if self.contexts.current is not None:  # torch's own tests match the beginning of this message
             raise UsageError(
                 f"Already have an autograd context id for this thread: {self.contexts.current.id}; contexts do not "
@@ -296,10 +291,7 @@ class Recorder:
         return self.passes.begin(context, Entry(list(map(edge_of, roots)), list(gradients)), outcome, **options)
 
     def finish(self, run: Run) -> None:
-        """Run a pass that began here, and wait for its end; raises its error, or what `failure_words` returns for it.
-
-        If Ctrl-C ends the wait, the pass is given up.
-        """
+        """Run a pass that began here, and wait for its end; raises its error, or that of `failure_words`."""
         self.passes.go(run)
         try:
             self.passes.wait(run, self._agent.read_as_guest)  # the thread may read messages meanwhile

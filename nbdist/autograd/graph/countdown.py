@@ -48,15 +48,12 @@ class Countdown:
             self._changed.notify_all()
 
     def chain(self, gates: Sequence[torch.Tensor], sequence_nr: int) -> GraphEdge:
-        """Return the graph edge of the first of a chain of waits: nodes that call `wait`, and lead to the gates.
-
-        ``gates`` are the gates' outputs. ``sequence_nr`` must be the lowest in the call, so that the engine runs a wait
-        only when no other node of its queue is ready.
-        """
+        """Return the graph edge of the first of a chain of waits: nodes that call `wait`, and lead to the gates."""
         wait: Callable[..., Any] = _Wait.apply
         with torch.enable_grad():
             last = wait(self, *gates)
             for _ in range(2 * self._count + _MORE_WAITS):
+                # The lowest of the call, so that the engine runs a wait only when no other node of its queue is ready.
                 last.grad_fn._set_sequence_nr(sequence_nr)
                 last = wait(self, last)
             last.grad_fn._set_sequence_nr(sequence_nr)
@@ -64,15 +61,12 @@ class Countdown:
         return last.grad_fn, 0
 
     def wait(self) -> None:
-        """Wait until a node has run since the last call, 1 s at most; each node of the chain calls this as it runs.
-
-        Raises HeldBack, which ends the engine's call, once all nodes have run.
-        """
+        """Wait until a node has run since the last call, 1 s at most; each node of the chain calls this as it runs."""
         with self._changed:
             if self.left and self.left == self._seen:
                 self._changed.wait(self._patience)
             if not self.left:
-                raise HeldBack
+                raise HeldBack  # which ends the engine's call
             has_run = self.left != self._seen
             self._patience = _FIRST_PATIENCE if has_run else min(2 * self._patience, _LONGEST_PATIENCE)
             self._seen = self.left

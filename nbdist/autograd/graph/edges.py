@@ -206,10 +206,7 @@ _anchor = torch.zeros((), device="cpu", requires_grad=True)
 
 
 def receive(end: Received, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return the tensors of a message with receive nodes as their history; their gradients go back through ``end``.
-
-    Also notes the nodes, shapes and dtypes in ``end``.
-    """
+    """Return the tensors of a message with receive nodes as their history, and note these nodes in ``end``."""
     made: list[torch.Tensor] = []
     size = len(tensors) if one_node_a_message else 1
     apply = _make_received if innermost_transform() is None else _Receive.apply

@@ -98,10 +98,7 @@ def _holds_nan(values: torch.Tensor) -> bool:
 
 
 class NanCheck:
-    """Checks the results of one worker in a context for NaN; each thread that enters the context uses one of these.
-
-    ``name_of`` returns a worker's name by its incarnation.
-    """
+    """Checks the results of one worker in a context for NaN; each thread that enters the context uses one of these."""
 
     def __init__(self, worker: str, name_of: Callable[[int], str]) -> None:
         self._worker = worker
@@ -140,11 +137,7 @@ class NanCheck:
         held: Sequence[Named],
         place: Callable[[], NodeOrigin],
     ) -> None:
-        """Check what an operation has returned or changed in place; ``held`` is what `before` returned.
-
-        ``place()`` returns where in the user's code the thread is; it is called only if a NaN is found. Raises
-        ForwardNaN if the outputs hold a NaN, which this operation made or was given.
-        """
+        """Check what an operation has returned or changed in place; ``held`` is what `before` returned."""
         in_place = _is_in_place(name)
         outputs = list(tensors_in((result, args[0]) if in_place and args else (result,)))
         self._last = [weakref.ref(tensor) for tensor in outputs]
@@ -171,11 +164,8 @@ class NanCheck:
             self._last = [weakref.ref(result)]
 
     def returned(self, args: Any, result: Any, place: Callable[[], NodeOrigin], kind: str) -> None:
-        """Check what a module of class ``kind`` has returned, unless the last operation returned it.
-
-        Compiled code has no other check. Raises ForwardNaN if the result holds a NaN, and the arguments ``args`` hold
-        none.
-        """
+        """Check what a module of class ``kind`` has returned, unless the last operation returned it."""
+        # Compiled code, whose operations no mode sees, has no other check.
         outputs = [tensor for tensor in tensors_in([result]) if not any(tensor is known() for known in self._last)]
         if not outputs or not self.applies(""):
             return
@@ -222,12 +212,10 @@ _IN_PLACE = {f"__i{operator}__" for operator in _OPERATORS.split()}
 
 
 def _is_in_place(name: str) -> bool:
-    """Return whether a function changes its first argument, judged by its name, such as ``add_`` or ``__iadd__``."""
     return (name.endswith("_") and not name.endswith("__")) or name in _IN_PLACE
 
 
 def _named_arguments(args: Sequence[Any], kwargs: Mapping[str, Any], first: int = 0) -> Iterator[Named]:
-    """Yield each argument but ``out`` with a name, such as ``argument 0``; ``first`` is the number of the first one."""
     yield from ((f"argument {number}", value) for number, value in enumerate(args, first))
     yield from ((f"argument {key}", value) for key, value in kwargs.items() if key != "out")
 
@@ -259,18 +247,15 @@ def _dtype_and_shape(tensor: torch.Tensor) -> str:
 
 
 def _is_of_check(code: CodeType) -> bool:
-    """Return whether this code belongs to the check itself, or to the modes that call it."""
     return code.co_filename == __file__ or code.co_name in _NOTING_FUNCTIONS
 
 
 def _is_of_gradients(given: bool, in_module: bool) -> bool:
-    """Return whether torch or nbdist computes with gradients in the calling thread, outside of any forward pass.
-
-    True below a frame of torch's optimizers, gradient clipping or scaler, unless a module's forward runs
-    (``in_module``). Else the innermost frame outside of torch decides: it must be nbdist's.
-    """
+    """Return whether torch or nbdist computes with gradients in the calling thread, outside of any forward pass."""
     if in_module:  # in its forward, no update runs: that of `torch.optim.swa_utils.AveragedModel` has a file of optim/
         return False
+    # True below a frame of torch's optimizers, gradient clipping or scaler. Else the innermost frame outside of
+    # torch decides: it must be nbdist's.
     for frame in outwards(sys._getframe(1)):
         file = frame.f_code.co_filename
         if file.startswith(_UPDATE_FILES):

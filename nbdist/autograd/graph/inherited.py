@@ -67,11 +67,8 @@ class Inherited(NamedTuple):
 
 
 def told(found: Inherited | None, node: str, where: Callable[[Inherited], str]) -> str:
-    """Return a sentence for the user on the first NaN or Inf of a pass, which came up at the node named ``node``.
-
-    ``found`` is what `explain` returned; None if the forward pass did not make it. ``where(found)`` returns the name of
-    the node at which that search ended.
-    """
+    """Return a sentence for the user on the first NaN or Inf of a pass, which came up at the node named ``node``."""
+    # ``where`` returns the name of the node at which the search of `explain` ended.
     if found is None:
         return f"the first NaN or Inf came up at {node}"
     if found.end == "hidden":

@@ -20,10 +20,7 @@ _WIDER = {torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.com
 
 
 def measure(gradients: Gradients) -> tuple[float, Histogram | None]:
-    """Return the 2-norm of all these gradients together, and a histogram of their finite values, or None without any.
-
-    The histogram counts a sample of each gradient, and no complex ones. Waits once for the GPU, if all are on one.
-    """
+    """Return the 2-norm of all these gradients together, and a histogram of their finite values, or None."""
     if len(gradients) == 1 and (only := gradients[0]) is not None and type(only) is torch.Tensor and _is_usual(only):
         only = only.detach() if only.requires_grad else only
         return float(torch.linalg.vector_norm(only)), _histogram([_sample(only)] if only.numel() else [])
@@ -79,7 +76,6 @@ def _are_on_one_gpu(tensors: list[torch.Tensor]) -> bool:
 
 
 def _values(gradient: torch.Tensor) -> torch.Tensor:
-    """Return the gradient itself, or, of a sparse or nested one, the values that it stores, as a dense tensor."""
     if gradient.is_nested:
         return gradient.values()
     return gradient.coalesce().values() if gradient.is_sparse else gradient

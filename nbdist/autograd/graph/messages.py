@@ -277,11 +277,7 @@ _ONE_HOLE = quick.leave_holes([None], quick.LIST, ())
 def encode_usual_gradients(
     gradients: Sequence[torch.Tensor | None], space: Space | None
 ) -> tuple[Payload, list[bytes]] | None:
-    """Return what `codec.encode` returns for a list with one small gradient, but faster; None for any other list.
-
-    Also returns None for a gradient that requires grad, has no elements, is not a plain dense tensor, or goes into
-    ``space``, the memory shared with the receiver (None without such memory).
-    """
+    """Return what `codec.encode` returns for a list with one small gradient, but faster; None for any other list."""
     gradient = gradients[0] if len(gradients) == 1 else None
     if gradient is None or gradient.requires_grad or not is_packable(gradient):
         return None

@@ -93,13 +93,8 @@ def noted(
     """Note the origins of the nodes that the calling thread makes in the block, which may end on another thread.
 
     If another thread ends the block, the noting stops at once. But the block's torch function mode stays on the first
-    thread until that thread's next `noted`, and does nothing.
-
-    Args:
-        lines: Whether to note origins on the nodes of the graph.
-        check: The check that raises in the block when it finds a NaN, or None. A thread whose outer context checks
-            already does not check twice.
-        wanted: Whether to note the lines of what is computed now; asked at each operation.
+    thread until that thread's next `noted`, and does nothing. ``check`` raises in the block when it finds a NaN.
+    ``wanted()`` is asked at each operation: whether to note the lines of what is computed now.
     """
     thread = threading.get_ident()
     outer, checking, noting = _thread.modules, _thread.checking, _thread.noting
@@ -152,11 +147,9 @@ def _start_and_note(thread: Any) -> None:
 
 
 def _rest() -> bool:
-    """Take the mode that notes this thread's lines off its stack, and the hooks away, if no lines are wanted now.
-
-    They cost each operation and each module some microseconds. Returns whether it did. Not to be called inside of an
-    operation: there the mode is off the stack, and comes back.
-    """
+    """Take this thread's mode off its stack, and the hooks away, if no lines are wanted now; say whether it did."""
+    # They cost each operation and each module some microseconds. Not to be called inside of an operation: there the
+    # mode is off the stack, and comes back.
     mode = _thread.noting
     if mode is None or mode.is_over or mode.check is not None or mode.is_wanted() or function_modes() != 1:
         return False  # with no mode on the stack it rests already; a second one is the user's
@@ -189,10 +182,7 @@ def why_no_line() -> str:
 
 
 def _leave(mode: TorchFunctionMode | None) -> None:
-    """Take a mode, and all modes of `noted` blocks that have ended, off the calling thread's stack; others stay on it.
-
-    None takes only the latter.
-    """
+    """Take ``mode``, if any, and all modes of `noted` blocks that have ended, off the calling thread's stack."""
     kept = []
     while function_modes():
         top = pop_function_mode()
@@ -227,14 +217,12 @@ def _leave_module(module: torch.nn.Module, args: Any, result: Any) -> None:
 
 
 def _module_path() -> str:
-    """Return the path of the innermost module whose forward runs on this thread: ``Net.fc1``.
-
-    A module that is not found below the outermost one is named by its own class, as in ``Net.Linear``.
-    """
+    """Return the path of the innermost module whose forward runs on this thread: ``Net.fc1``."""
     assert _thread.modules is not None  # else no module could be running
     root, running = _thread.modules[0].module, _thread.modules[-1]
     if not running.path:
         module = running.module
+        # By its own class, as in ``Net.Linear``, if it is not found below the outermost one.
         path = next((path for path, other in walk(root) if other is module), (type(module).__name__,))
         running.path = ".".join((type(root).__name__, *path))
     return running.path

@@ -66,10 +66,7 @@ def origin_of(node: Node) -> NodeOrigin:
 
 
 def users_line() -> tuple[str, int, str]:
-    """Return the file, number and text of the line at which the calling thread is, outside of nbdist and torch.
-
-    Returns ``("", 0, "")`` if the thread runs no such line.
-    """
+    """Return the file, number and text of the line at which the calling thread is, outside of nbdist and torch."""
     for frame in outwards(sys._getframe(1)):
         file, number = frame.f_code.co_filename, frame.f_lineno
         if not file.startswith(_FRAMES_SKIPPED):

@@ -46,10 +46,7 @@ _lock = threading.Lock()
 
 
 def names_of(leaves: Iterable[torch.Tensor]) -> dict[int, ParameterName]:
-    """Return the names of these leaves by their `id`, without the leaves that have none.
-
-    A parameter that is new, or has moved to another module, makes this scan the process.
-    """
+    """Return the names of these leaves by their `id`, without the leaves that have none."""
     leaves = list(leaves)
     # Not by `issubclass`, which would call the code of a user's metaclass (test_no_code_of_the_users_is_called).
     parameters = [leaf for leaf in leaves if torch.nn.Parameter in mro(type(leaf))]

@@ -26,10 +26,7 @@ class Saved(NamedTuple):
 
 
 def saved_by(node: Node) -> list[Saved]:
-    """Return the tensors that a node has saved for its backward and that no pass has freed yet.
-
-    Values of a kind that cannot be read are skipped.
-    """
+    """Return the saved tensors of a node that can be read, and that no pass has freed yet."""
     found = []
     for name in _raw_names(type(node)):
         try:

@@ -143,10 +143,7 @@ class Plan(_Drawn):
 
 
 def planned(recorded: Trace, roots: Sequence[Key], mode: Mode = "smart") -> Plan:
-    """Return the plan of a pass from ``roots``, nodes of a recorded trace given as (worker, number).
-
-    Pure: nothing is asked or run, and ``recorded`` is not changed.
-    """
+    """Return the plan of a pass from ``roots``, nodes of a recorded trace given as (worker, number). Pure."""
     nodes = {(worker, node.number): node for worker, each in recorded.nodes.items() for node in each}
     sources = {(edge.autograd_message_id, i): (edge, s) for edge in recorded.edges for i, s in enumerate(edge.sources)}
     waits_for = Counter(dict.fromkeys(roots, 0))

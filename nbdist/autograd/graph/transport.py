@@ -49,19 +49,13 @@ class Transport:
         self._agent.submit(job)
 
     def noting(self, context: Any) -> AbstractContextManager[None]:
-        """Return the block in which a thread notes lines of code, or looks for NaN, as the `Context` asks.
-
-        The block raises ForwardNaN for a NaN.
-        """
+        """Return the block in which a thread notes lines, or raises ForwardNaN, as the `Context` asks."""
         return noted(lines=context.lines, check=NanCheck(self.name, self.name_of) if context.check else None)
 
     # -- sending ------------------------------------------------------------------------------
 
     def post(self, to: int, message: PassMessage, body: Any = None) -> None:
-        """Send a message to a worker, this one included; ``body`` travels as its payload.
-
-        Raises WorkerLost if the worker is gone, EncodeError if the body cannot be sent.
-        """
+        """Send a message to a worker, this one included; raises WorkerLost, or EncodeError for the ``body``."""
         topic, data, agent = _TOPICS[type(message)], messages.encode(message), self._agent
         if body is None:
             agent.post(to, Cast(topic, data, _NO_PAYLOAD))

@@ -78,8 +78,7 @@ class _Holder:
     def take(self, wanted: Mapping[int, torch.Tensor], *, aside: bool = False) -> None:
         """Claim the leaves of ``wanted``, which has them by id, all at once; wait until no other group has one of them.
 
-        With ``aside``, keep their ``.grad`` and set it to None, unless this group has claimed them already. Raises
-        UsageError if this thread itself holds one of the leaves for another group, since it would wait for ever.
+        With ``aside``, keep their ``.grad`` and set it to None, unless this group has claimed them already.
         """
         self.held |= wanted.keys()  # first: `leave` then finds these leaves even after Ctrl-C
         with _lock:
@@ -89,6 +88,7 @@ class _Holder:
         with blocking_wait(), _lock:
             _waiting.append(self)
             try:
+                # UsageError if this thread itself holds one of the leaves for another group: it would wait for ever.
                 self._await(wanted)
             finally:
                 _waiting.remove(self)
@@ -124,16 +124,14 @@ class _Holder:
                 leaf.grad = None
 
     def leave(self) -> list[_Use]:
-        """Stop using the leaves; return the records of the leaves that no other holder uses.
-
-        Nobody can claim these before the caller has put back their ``.grad`` and called `give_back`.
-        """
+        """Stop using the leaves; return the records of the leaves that no other holder uses."""
         with _lock:
             for leaf in self.held:
                 use = _claimed.get(leaf)
                 if use is not None and self in use.holders:
                     use.holders.remove(self)
                     if not use.holders:
+                        # Nobody can claim it before the caller has put back its ``.grad`` and called `give_back`.
                         self._left.append(use)
             return self._left  # kept for `give_back`, and for a second call
 
@@ -192,10 +190,7 @@ class Claim:
                 holder.give_back()
 
     def adopt(self, nodes: Iterable[Node]) -> set[Node]:
-        """Claim more leaves, which a node of this call reaches by an engine call of its own, as a checkpoint does.
-
-        ``nodes`` are the leaves' nodes. Returns the nodes of leaves that another call holds.
-        """
+        """Claim the leaves that a node's own engine call reaches; return the nodes of those that others hold."""
         taken: set[Node] = set()
         for node in nodes:
             leaf = node.variable
@@ -213,10 +208,7 @@ class Claim:
         return taken
 
     def add(self, leaf: torch.Tensor, gradient: torch.Tensor, *, elsewhere: bool) -> None:
-        """Add a gradient that a node's own engine call has returned instead of accumulating it.
-
-        With ``elsewhere``, another call holds the leaf.
-        """
+        """Add a gradient that a node's own engine call returned; with ``elsewhere``, another call holds the leaf."""
         if not elsewhere and id(leaf) not in self._leaves:  # an adopted leaf, which no other call can hold
             with torch.no_grad():
                 leaf.grad = gradient.clone() if leaf.grad is None else leaf.grad + gradient
@@ -230,11 +222,9 @@ class Claim:
                 self._late.append((leaf, gradient))
 
     def release(self) -> None:
-        """End the claim: move the accumulated gradients from ``.grad`` to ``into``, and put the former ``.grad`` back.
-
-        A leaf that other engine calls of the pass still hold is left to the last of them.
-        """
+        """End the claim: move the accumulated gradients to ``into``, and put the former ``.grad`` back."""
         try:
+            # Without leaves that other engine calls of the pass still hold: the last of them moves their gradients.
             aside = [(use.leaf, use.before) for use in self.holder.leave() if use.leaf is not None]
             if self._adopted:
                 aside += [(leaf, before) for reference, before in self._adopted if (leaf := reference()) is not None]
@@ -253,16 +243,13 @@ class Claim:
 
 
 def _accumulate(leaf: torch.Tensor, gradient: torch.Tensor, into: GradientStore | None) -> None:
-    """Add a gradient to the ``.grad`` of a claimed leaf, as the leaf's node would, and call its last hooks.
-
-    These are the hooks after accumulation; hooks on the gradient have run already. With ``into``, the gradient goes
-    there instead, as the hooks left it.
-    """
+    """Add a gradient to a claimed leaf as its node would, to ``into`` if given, and call the last hooks."""
     before = leaf.grad
     hooks: dict[int, Any] = leaf._post_accumulate_grad_hooks or {}
     side_streams.catch_up((before, gradient))
     try:
         leaf.grad = gradient if into is not None or before is None else before + gradient
+        # Only the hooks after accumulation: hooks on the gradient have run already.
         for hook in list(hooks.values()):
             hook(leaf)
         side_streams.publish((leaf.grad,))

@@ -129,10 +129,7 @@ class Contexts:
         return self._contexts.get(id)
 
     def enter(self, id: int, maker: int, *, lines: bool = False, check: bool = False) -> Context | None:
-        """Return the context to which a message belongs, or None if that context is over.
-
-        Makes the context if it is new on this worker. ``lines`` and ``check`` turn on what they do in `new`.
-        """
+        """Return the context of a message, made now if it is new on this worker; None if that context is over."""
         context = self._contexts.get(id)  # without the lock, as nearly every message is of a context that is here
         if context is not None and context.maker == maker:
             context.lines = context.lines or lines  # a Watch message may have made the context, without these

@@ -64,13 +64,11 @@ class TurnTaking:
     # -- as the root of a pass ----------------------------------------------------------------
 
     def wait(self, run: Run, ledger: Ledger, workers: set[int]) -> set[int]:
-        """On the root: return the workers among ``workers`` that may continue now, because marking is over.
-
-        If several workers average gradients of DDP modules, these must wait for the pass's turn, for which the first
-        call asks the leader. `granted` later returns the workers that have waited.
-        """
+        """On the root: return the workers among ``workers`` that may continue now, because marking is over."""
         if len(ledger.reducing) < 2:
             return workers
+        # Several workers average gradients of DDP modules: these must wait for the pass's turn, for which the first
+        # call asks the leader. `granted` later returns them.
         with run.lock:
             if run.its_turn:
                 return workers

@@ -34,10 +34,7 @@ _native: Any = torch_private.engine
 
 
 def run_backward(roots: Sequence[Any], gradients: Sequence[torch.Tensor], *, retain_graph: bool) -> None:
-    """Run all nodes that the roots depend on, leaves included, as ``torch.autograd.backward`` does.
-
-    ``roots`` are graph edges or tensors, with a gradient for each. Gradients of leaves go into ``.grad``.
-    """
+    """Run all nodes that the roots depend on, leaves included, as ``torch.autograd.backward`` does."""
     _native.run_backward(
         tuple(roots), tuple(gradients), retain_graph, False, (), allow_unreachable=True, accumulate_grad=True
     )
@@ -56,10 +53,7 @@ class _Engine(type(_native)):  # type: ignore[misc]  # the class of an object
         *args: Any,
         **options: Any,
     ) -> Any:
-        """Run a backward pass for torch.autograd; arguments and result are as for torch's engine.
-
-        Raises UsageError if a local pass reaches leaves of a halted pass, or an inner call reaches a receive node.
-        """
+        """Run a backward pass for torch.autograd; arguments and result are as for torch's engine."""
         __tracebackhide__ = True  # IPython leaves this frame out of tracebacks: a local pass has no use for it
         if current_part() is None and not inputs:
             _refuse_halted(tensors)
@@ -95,7 +89,6 @@ class _Engine(type(_native)):  # type: ignore[misc]  # the class of an object
 
 
 def _refuse_halted(roots: Sequence[Any]) -> None:
-    """Raise UsageError if a local pass from these roots reaches leaves that a pass paused by a watch has claimed."""
     # That pass has set their ``.grad`` aside. Afterwards, it would take the local pass's gradients there for its own.
     halted = halted_leaves()
     if halted and any(id(node.variable) in halted for node in walk([edge_of(root) for root in roots]).leaves):

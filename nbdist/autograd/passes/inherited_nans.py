@@ -37,11 +37,9 @@ _ANSWER_TIMEOUT = 2.0  # seconds for the answer of another worker; the pass wait
 
 
 def explain(context: Context, here: Transport, node: Node, saved: Sequence[Saved]) -> Inherited | None:
-    """Return how the forward pass gave a node the NaN or Inf that the node has made; None if all values were finite.
-
-    ``saved`` are the values that the node had saved before it ran, as torch may have freed them since. Call it in the
-    thread that runs the node: the nodes behind the node have not run then, and their saved values are there.
-    """
+    """Return how the forward pass gave a node the NaN or Inf that the node has made; None if all values were finite."""
+    # In the thread that runs the node: the nodes behind it have not run then, and their saved values are there. What
+    # the node itself had saved is given, as torch may have freed it since.
     saved = [*saved, *_set_on(node)]
     search = _Search(context, here, node, saved)
     value = search.value_of(each.tensor for each in saved if not each.packed)
@@ -56,11 +54,8 @@ def explain(context: Context, here: Transport, node: Node, saved: Sequence[Saved
 
 
 def explain_sent(context_id: int, message: int, index: int, value: str) -> Inherited | None:
-    """Return where a NaN or Inf comes from that this worker sent as tensor ``index`` of a message.
-
-    ``value`` is ``"NaN"`` or ``"Inf"``. The worker that received it calls this by RPC. Returns None if that is not
-    known here any more.
-    """
+    """Return where a NaN or Inf comes from that this worker sent as tensor ``index`` of a message."""
+    # The worker that received the message calls this by RPC.
     recorder: Any = current_agent().recorder
     context: Context | None = recorder.contexts.find(context_id)
     sent = context.sends.get(message) if context is not None else None
@@ -109,7 +104,6 @@ class _Search:
         return next((value for value in ("NaN", "Inf") if value in found), "")
 
     def _nan_or_inf(self, tensor: torch.Tensor) -> str:
-        """Return ``"NaN"``, ``"Inf"`` or an empty string for one tensor."""
         value = self._known.get(id(tensor))  # each is read once, as on a GPU the reading waits
         if value is None:
             value = ""

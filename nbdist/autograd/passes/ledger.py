@@ -82,11 +82,9 @@ class Ledger:
         return self._begun and not self._open and not self._early
 
     def owed(self) -> list[tuple[int, Missing]]:
-        """Return the sent messages for which gradients never came, each with its sender: a FAST pass fails by them.
-
-        Sorted, the root's first, so that the text of the error does not depend on the order of the reports.
-        """
+        """Return the sent messages for which gradients never came, each with its sender: a FAST pass fails by them."""
         if not any(self.missing.values()):
             return []
+        # Sorted, the root first, so that the text of the error does not depend on the order of the reports.
         workers = sorted(self.missing, key=lambda worker: (worker != self._root, worker))
         return [(worker, missing) for worker in workers for missing in sorted(self.missing[worker])]

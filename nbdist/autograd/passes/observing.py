@@ -76,7 +76,6 @@ class Observing:
         self._tell(context.maker, messages.WatchChanged(context.id, context.maker, watching, over), self.on_watch)
 
     def _tell(self, worker: int, message: _Message, act: Callable[[_Message], None]) -> None:
-        """Send a message to a worker; if that is this one, ``act`` on the message at once instead."""
         if worker != self._transport.me:
             self._transport.tell(worker, message)
         else:

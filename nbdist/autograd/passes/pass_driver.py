@@ -136,10 +136,7 @@ class Passes:
         retain_graph: bool = False,
         accumulate: bool = False,
     ) -> Run:
-        """Make this worker the root of a new pass, and return the pass's run; nothing runs before `go`.
-
-        ``outcome`` is settled at the end of the pass. Without it, one thread has to call `wait` to learn of the end.
-        """
+        """Make this worker the root of a new pass, and return the pass's run; nothing runs before `go`."""
         me = self._me
         mode: Mode = "smart" if smart else "fast"
         watch = context.watch if context.watch is not None and not context.watch.closed else None
@@ -156,6 +153,7 @@ class Passes:
         head = Head(id, context.id, smart, retain_graph, accumulate, since, watching)
         if watch is not None:
             watch.begin(id, mode)
+        # Without an outcome that is settled at the end, one thread has to call `wait` to learn of the end.
         run = self._begin(head, context, Ledger(me), outcome if outcome is not None else Latch())
         begun = Token(me, 0, False)  # for the roots, as if they were a message: the pass must not seem over before `go`
         run.sent.append((begun, me))
@@ -168,25 +166,20 @@ class Passes:
         return PassId(self._me, next(self._numbers))
 
     def go(self, run: Run) -> None:
-        """Run the nodes of a pass that has begun here, on this thread, as far as they need no other worker's answer.
-
-        An error in the pass settles its outcome, and is not raised.
-        """
+        """Run the nodes of a pass that has begun here, on this thread, as far as they need no other worker's answer."""
         try:
+            # An error of the pass is not raised: it settles the outcome.
             self._advance(run)
         except BaseException:  # Ctrl-C: nobody would wait for the outcome, and the other workers would go on
             self.give_up(run)
             raise
 
     def wait(self, run: Run, read: Callable[[Latch], None] | None = None) -> None:
-        """Wait for the end of a pass that began here, and commit it: its gradients are then in the context.
-
-        ``read`` is for `Latch.wait`, by which the thread reads messages meanwhile. If the pass has failed, or if Ctrl-C
-        ends the wait, the pass is given up on all workers and the error is raised.
-        """
+        """Wait for the end of a pass that began here, and commit it: its gradients are then in the context."""
         outcome = run.outcome
         assert outcome is not None  # it began here
         try:
+            # With ``read``, the thread reads messages meanwhile.
             outcome.wait(read) if isinstance(outcome, Latch) else outcome.wait()
         except BaseException:  # the error of the pass, of whatever class, or Ctrl-C
             self.give_up(run)
@@ -213,10 +206,8 @@ class Passes:
     def _begin(
         self, head: Head, context: Context, ledger: Ledger | None = None, outcome: Future[None] | Latch | None = None
     ) -> Run:
-        """Make the run of a pass on this worker, and enter it in the context; nothing runs yet.
-
-        Only the root gives a ledger and an outcome. Called with `Context.lock` held, except on the root.
-        """
+        """Make the run of a pass on this worker; only the root gives a ledger and an outcome."""
+        # With `Context.lock` held, except on the root. Nothing runs yet.
         run = Run(head, context)
         run.ledger, run.outcome = ledger, outcome
         sends = list(context.sends.values())
@@ -234,10 +225,7 @@ class Passes:
         return run
 
     def _find_run(self, head: Head) -> Run | None:
-        """Return the run of the pass that a message belongs to, new if this worker has none.
-
-        Returns None if the context has ended, the pass was given up, or its root is lost.
-        """
+        """Return the run to which a message belongs, new if need be; None if the pass has ended or its root is lost."""
         context = self._contexts.find(head.context)
         if context is None:
             return None
@@ -344,11 +332,7 @@ class Passes:
             self._end(run, tell=set())
 
     def on_lost(self, worker: int, name: str, why: str) -> None:
-        """Leave the passes that began on a lost worker, and fail those that need it; the error names it and says why.
-
-        A pass that does not need the worker continues. If a later report names the worker, `_enter_report` fails the
-        pass.
-        """
+        """Leave the passes that began on a lost worker, and fail those that need it; ``why`` is for the error."""
         self._lost[worker] = name, why  # before the search: a run that begins now looks there
         self.turns.on_lost(worker)
         for context in self._contexts.all():
@@ -358,6 +342,7 @@ class Passes:
                 # before and would drop the pass without an error.
                 if run.head.id.root == worker:
                     self._leave(run)
+                # Another pass goes on. If a later report names the worker, `_enter_report` fails the pass.
                 elif worker in self._needed_workers(run):
                     self._transport.submit(partial(self._fail, run, self._lost_error(worker, context)))
 
@@ -376,10 +361,7 @@ class Passes:
     # -- running ------------------------------------------------------------------------------
 
     def _advance(self, run: Run) -> None:
-        """Run on this thread the nodes of a pass that can run; the last thread to finish reports to the root.
-
-        Errors of the pass go to its root. KeyboardInterrupt and the like are raised as well.
-        """
+        """Run on this thread the nodes of a pass that can run; the last thread to finish reports to the root."""
         with run.lock:
             if run.threads >= run.most_threads:  # one of them looks again for something to run
                 run.again = True
@@ -447,10 +429,7 @@ class Passes:
     def _send_back(
         self, known: weakref.ref[Run], end: Received, outputs: Sequence[int], gradients: Sequence[torch.Tensor | None]
     ) -> None:
-        """Send the gradients of tensors ``outputs`` of a received message to its sender, and note that for the report.
-
-        Raises WorkerLost if the sender is gone, as all methods here that send do.
-        """
+        """Send gradients of tensors ``outputs`` of a received message to its sender, and note that for the report."""
         run = known()
         assert run is not None  # the thread that runs the part refers to the run
         with run.lock:
@@ -474,10 +453,8 @@ class Passes:
         self._post_marks(run, out)
 
     def _announce(self, run: Run, marks: Marks) -> list[tuple[int, messages.Mark]]:
-        """Return a Mark message for each worker that must get one; note them as sent.
-
-        Called with `Run.lock` held; `_post_marks` sends the messages afterwards, without it.
-        """
+        """Return a Mark message for each worker that must get one, and note them as sent; `Run.lock` is held."""
+        # `_post_marks` sends the messages afterwards, without the lock.
         by_peer: dict[int, list[tuple[int, list[int]]]] = {}
         for end, outputs in marks.items():
             by_peer.setdefault(end.peer, []).append((end.message, outputs))
@@ -499,10 +476,7 @@ class Passes:
             self._transport.post(to, message, body)
 
     def _report(self, run: Run) -> None:
-        """Tell the root which messages this worker has settled and sent since the last report, if there are any.
-
-        Raises EncodeError if the gradients in `Run.outbox`, which go along, cannot be sent.
-        """
+        """Tell the root which messages this worker has settled and sent since the last report, if there are any."""
         waits = run.part.unsure
         missing: list[Missing] = []
         if not run.head.smart:
@@ -631,10 +605,7 @@ class Passes:
         self.observing.end(run, f"{type(error).__name__}: {text_of_error(error)}" if error is not None else "given up")
 
     def _drop(self, run: Run) -> None:
-        """End a pass on this worker: begin no more calls of torch's engine, and give its turn back.
-
-        Threads that a watch has halted in the pass raise `Stopped`. Harmless on a second call.
-        """
+        """End a pass on this worker, and give its turn to reduce back. A second call is harmless."""
         with run.lock:
             run.ended = True
         self._runs.pop(run.head.id, None)
@@ -642,6 +613,7 @@ class Passes:
         run.part.stop()
         self.turns.end(run)
         if run.observer is not None:
+            # Threads that a watch has halted in the pass raise `Stopped`.
             run.observer.stop()
 
     def _leave(self, run: Run) -> None:

@@ -172,10 +172,7 @@ class Part:
     # -- marking ------------------------------------------------------------------------------
 
     def mark(self, message: int, outputs: Sequence[int]) -> Marks:
-        """Note that tensors ``outputs`` of a sent message will get gradients; return the marks that must be sent now.
-
-        These are the received tensors that will get gradients because of that: their senders must be told.
-        """
+        """Note that tensors ``outputs`` of a sent message will get gradients; return the marks to be sent now."""
         found: Marks = {}
         with self._lock:
             for index in outputs:
@@ -186,10 +183,7 @@ class Part:
         return found
 
     def _note_reached(self, of: EdgeSlot | Entry, marks: Marks | None) -> None:
-        """In SMART mode, note that all nodes behind a slot or an entry will run; add the received tensors to ``marks``.
-
-        ``marks`` is None where the nodes run at once: the gradients themselves then tell the other workers.
-        """
+        """In SMART mode, note that all nodes behind a slot or an entry will run; add received tensors to ``marks``."""
         region = self._regions.get(of) or self._region(of)
         if ddp.living and ddp.own(region.leaves):
             self.reduces = True
@@ -197,15 +191,14 @@ class Part:
             awaited = self._awaited.setdefault(end, set())
             if new := reached - awaited:
                 awaited |= new
+                # Else the nodes run at once, and the gradients themselves tell the other workers.
                 if marks is not None:
                     marks.setdefault(end, []).extend(sorted(new))
 
     def end_marking(self) -> None:
-        """Set the gates that are still UNSURE to UNUSED, as no gradient will come for them; let DDP modules average.
-
-        The caller then calls `run` for the waiting gradients.
-        """
+        """Set the gates that are still UNSURE to UNUSED, as no gradient will come for them; let DDP modules average."""
         with self._lock:
+            # The gradients that waited for this run when the caller calls `run`.
             self._may_reduce = True
             for slot, state in self.states.items():
                 if state is GateState.UNSURE:
@@ -221,10 +214,8 @@ class Part:
         self.root_edges = list(roots.edges)
 
     def brought(self, message: int, outputs: Sequence[int], gradients: Gradients) -> Gradients:
-        """Return the gradients of the tensors ``outputs`` of a sent message, each on the device of its tensor.
-
-        Waits for the copies, so call it without a lock. Raises torch's error if a GPU has no room.
-        """
+        """Return the gradients of the tensors ``outputs`` of a sent message, each on its tensor's device."""
+        # No lock is held: this waits for the copies.
         slots = self._sends[message].slots
         return [
             gradient if gradient is None else _brought(gradient, slots[index].device)
@@ -309,10 +300,7 @@ class Part:
         return False
 
     def _next_step(self) -> _Step | None:
-        """Return the next step, made of entries in `ready` and of gradients in `_kept`; None if nothing can run now.
-
-        Removes what the step takes from both. Also adds the marks for entries that cannot run at once to `_due`.
-        """
+        """Return the next step, made of entries in `ready` and gradients in `_kept`; None if nothing can run now."""
         if not self.ready and not self._kept:
             return None
         if self._running and any(step.alone for step in self._running):
@@ -334,6 +322,7 @@ class Part:
         for entry in entries:
             free_to_run = held.isdisjoint((self._regions.get(entry) or self._region(entry)).nodes)
             if self.smart:
+                # An entry that cannot run at once sends marks.
                 self._note_reached(entry, None if free_to_run else self._due)
             if free_to_run or self._keep_if_held(entry, held):
                 launched.append(entry)
@@ -393,14 +382,11 @@ class Part:
         return _Step(partial(self._call, chosen, kept, region.nodes, region.leaves), region, chosen)
 
     def _first_free(self, groups: Sequence[list[Entry]]) -> list[Entry]:
-        """Return the entries of the first message that can run beside the running steps, and of messages tied to it.
-
-        Messages are tied if their entries touch (`_touch`), directly or by way of others. Returns an empty list if
-        every message is tied to a running step.
-        """
+        """Return the entries of the first message that can run beside the running steps, and of messages tied to it."""
         left = [(group, self._join_regions([self._region(entry) for entry in group], ())) for group in groups]
         while left:
             chosen, region = left.pop(0)
+            # Messages are tied if their entries touch, directly or by way of others.
             while touching := [one for one in left if self._touch(region, one[1])]:
                 left = [one for one in left if one not in touching]
                 chosen = [*chosen, *(entry for group, _ in touching for entry in group)]
@@ -465,10 +451,7 @@ class Part:
         return all(type(node) is ACCUMULATE and self._is_plain(node, owned) for node in nodes)
 
     def _is_plain(self, node: Node, owned: Set[int]) -> bool:
-        """Return whether nothing but accumulation happens at a leaf: no hooks, no DistributedDataParallel.
-
-        Such a leaf may get its gradient in instalments, in several steps. ``owned`` has the ids of all DDP parameters.
-        """
+        """Return whether nothing but accumulation happens at a leaf: no hooks, no DistributedDataParallel."""
         leaf = node.variable
         if leaf._backward_hooks or leaf._post_accumulate_grad_hooks or id(leaf) in owned:
             return False
@@ -499,7 +482,6 @@ class Part:
         return region
 
     def _hold_back(self, slots: Iterable[EdgeSlot]) -> None:
-        """Hold back all nodes behind these pending gates."""
         # Until all gradients that a node may get are there: an early run would lose the later ones.
         holders = self._holders
         for slot in slots:
@@ -523,11 +505,7 @@ class Part:
     def _call(
         self, entries: Sequence[Entry], kept: Sequence[Crossing], nodes: Collection[Node], leaves: Iterable[Node]
     ) -> None:
-        """Call torch's engine once, with entries and kept gradients as its roots; return when their nodes have run.
-
-        No other pass can use the ``.grad`` of ``leaves`` meanwhile; this first waits until none does. A watch, if there
-        is one, sees ``nodes`` run.
-        """
+        """Call torch's engine once, with entries and kept gradients as its roots; return when their nodes have run."""
         roots: list[Any] = []
         gradients: list[torch.Tensor] = []
         for entry in entries:
@@ -547,6 +525,7 @@ class Part:
             side_streams.catch_up(gradients)
         into = None if self._head.accumulate else self.gradients
         retain_graph = self._head.retain_graph
+        # Waits until no other pass uses the ``.grad`` of these leaves, and keeps others from them.
         with Claim(leaves, into, self):
             outer = swap_part(self)
             try:
@@ -566,12 +545,9 @@ class Part:
         crossings: Mapping[Node, Sequence[tuple[int, Node, int]]],
         missing: Sequence[EdgeSlot],
     ) -> None:
-        """Call torch's engine for the free nodes only, with the gates of ``missing`` as barriers, at which it stops.
-
-        ``crossings`` are the graph edges from each free node into held-back ones, as (index, node, output). Raises
-        RuntimeError if a barrier runs before all free nodes have run.
-        """
+        """Call torch's engine for the free nodes only, with the gates of ``missing`` as barriers, at which it stops."""
         self._barriers = set(missing)
+        # By free node, its graph edges into held-back ones, as (index, node, output).
         handles = [type(node).register_hook(node, self._keeping_hook(crossing)) for node, crossing in crossings.items()]
         for node in free:  # no free node may have the lowest number, by which the barriers run last
             if node._sequence_nr() == _RUNS_LAST:
@@ -624,10 +600,7 @@ class Part:
     # -- from the nodes -----------------------------------------------------------------------
 
     def enter(self, slot: EdgeSlot) -> torch.Tensor | None:
-        """Return None, the gradient that has arrived for a gate; raise `HeldBack` if the gate is a barrier.
-
-        Called by the gate's node. torch's engine comes to a barrier when no other node can run.
-        """
+        """Return None, the gradient that has arrived for a gate; raise `HeldBack` if the gate is a barrier."""
         if slot in self._barriers:
             raise HeldBack
         return None
@@ -677,7 +650,6 @@ def _one_for(slot: EdgeSlot) -> torch.Tensor:
 
 
 def _by_message(entries: Iterable[Entry]) -> list[list[Entry]]:
-    """Group entries by their message, in the order in which the messages came; roots form one group."""
     groups: dict[int | None, list[Entry]] = {}
     for entry in entries:
         groups.setdefault(entry.slot.message if entry.slot is not None else None, []).append(entry)

@@ -103,10 +103,7 @@ class Observer:
     # -- reports to the watcher ---------------------------------------------------------------
 
     def note(self, what: str, **known: Any) -> None:
-        """Note an event for the watcher; send all noted events if they are many, or if the last batch is old.
-
-        ``what`` is the kind, as in `Event.what`; ``known`` has further fields of a `Happening`.
-        """
+        """Note an event for the watcher: ``what`` is as in `Event.what`, ``known`` has more fields of a `Happening`."""
         self._add(Happening(_now(), what, **known))
 
     def _add(self, happening: Happening) -> None:
@@ -267,11 +264,9 @@ class Observer:
     def _check(
         self, number: int, name: str, gradients: Gradients, given: Gradients = (), explain: Explain | None = None
     ) -> None:
-        """Look for a NaN or Inf among the gradients that a node is given (``explain`` is None) or has made.
-
-        In ``run(until="nan")``, note it and halt before the next node, which is this node if it was given one.
-        Otherwise note only the first one on this worker, and only for the node that made it.
-        """
+        """Look for a NaN or Inf among the gradients that a node is given (``explain`` is None) or has made."""
+        # In ``run(until="nan")``, note it and halt before the next node, which is this node if it was given one.
+        # Otherwise note only the first one on this worker, and only for the node that made it.
         control = self._control
         halts = control.until == "nan"
         if not (halts or (explain is not None and self.looks)) or are_finite(gradients):
@@ -300,10 +295,7 @@ class Observer:
         self._control = control
 
     def _halt(self, number: int | None, name: str, known: dict[str, Any], *, sends: bool) -> None:
-        """Wait before a node or collective until the watcher ends the halt, or a newer control does not halt here.
-
-        ``known`` has the measured norm and histogram. Raises Stopped if the pass was given up.
-        """
+        """Wait before a node or collective until the watcher ends the halt, or a newer control does not halt here."""
         with self._halting:
             self._halts += 1
             announced = -1

@@ -300,10 +300,7 @@ class Watch:
         return False
 
     def _let_go(self, id: PassId, number: int) -> list[Event]:
-        """End the halt of a pass on the worker with incarnation ``number``; list its ``done`` event, once it has run.
-
-        The list is empty if the watch is closed or the pass ends before. The lock is held, and released while waiting.
-        """
+        """End the halt of a pass on the worker of incarnation ``number``; list its ``done`` event once it has run."""
         seen = self._passes[id]
         worker = seen.shares[number]
         halt, node = worker.halt, worker.at.node if worker.at is not None else None
@@ -315,14 +312,10 @@ class Watch:
                 return found[:1]
             if self.closed or (seen.over and seen.complete):
                 return []
-            self._changed.wait()
+            self._changed.wait()  # which releases the lock meanwhile
 
     def _let_all_go(self, id: PassId, name: str | None) -> list[Event]:
-        """Let each worker of a local pass, or the one of that name, run one node; return the events as `step` does.
-
-        Returns earlier if those that have not ended their node seem to wait in it for others. The lock is held, and
-        released while waiting.
-        """
+        """Let each worker of a local pass, or the one of that name, run one node; return the events as `step` does."""
         seen = self._passes[id]
         gone: dict[int, tuple[int | None, int]] = {}  # by worker: its node, and how many it had run before
         is_news = True
@@ -347,6 +340,7 @@ class Watch:
                 ran |= next(({on: each} for each in news if each.node in (node, None)), {})
             inside = [on for on, share in shares.items() if on not in ran and (on in gone or share.at is None)]
             over = self.closed or (seen.over and seen.complete)
+            # Not for ever: the nodes that have not ended may wait, inside, for those of other workers.
             others_stand = len(inside) < len(alive)
             if over or not shares or (gone and not inside) or (others_stand and not is_news):
                 self.inside.update(map(self._transport.name_of, inside))
