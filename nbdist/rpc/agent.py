@@ -147,8 +147,7 @@ class Agent:
         self.hosted = False
         """True if a cluster owns this agent: then the user's `shutdown` does not end it."""
         self.explain_end: Callable[[Record], str] | None = None
-        """Returns how a member's process ended, as a ``why``; "" if it is not known. A cluster sets it; it may block.
-        """
+        """Returns how a member's process ended, as a ``why``; "" if that is not known. A cluster sets it. May block."""
         self.directory: Path | None = None
         """The directory for files that must be deleted when this process ends; None for the temporary directory."""
         self._cast_handlers: dict[str, Handler] = {}  # by topic
@@ -210,11 +209,7 @@ class Agent:
         references.refer = partial(refer, self.home)  # set now, since `Home` needs the references
         self.find, self.timeout_of = self.caller.find, self.sender.timeout_of
         self.read_as_guest: Callable[[Latch], None] | None = None
-        """Lets a thread that waits for an answer read messages itself; None if only threads of the pool may read.
-
-        It takes the latch on which the thread waits, and reads until the latch is settled. It may return earlier; then
-        the thread sleeps on the latch.
-        """
+        """Lets a thread that waits for an answer read messages itself; None if only the pool's threads may read."""
         # A channel that lets only one thread read at a time has no place for a guest.
         if channel.readers > 1:
             guest = WaitingReader(channel, links, self._read_as_guest, self.submit)
@@ -426,7 +421,6 @@ class Agent:
         self.links.set_clock()
 
     def _tell_of_silence(self, message: Silence, others: Iterable[int]) -> None:
-        """Tell others that a member is silent, so that each asks that member itself."""
         for other in others:
             if other != message.of:
                 try_post(self.links, other, message)
@@ -533,10 +527,7 @@ class Agent:
         self.lose(sender, message.reason)
 
     def lose(self, incarnation: int, why: str) -> None:
-        """Remove a member that is gone, and fail everything that waits for it. A second call does nothing.
-
-        Waits until the message that is being handled is finished.
-        """
+        """Remove a member that is gone, and fail everything that waits for it. A second call does nothing."""
         # Else a message of the lost member could register a call or a fork after the member's calls and forks were
         # dropped (test_a_member_lost_while_its_message_is_handled_holds_nothing_after).
         with self._turn:

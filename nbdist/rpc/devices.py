@@ -19,11 +19,9 @@ def for_call(me: Record, to: Record) -> Devices:
 
 
 def for_result(me: Record, caller: Record | None) -> Devices:
-    """Return the devices of the caller for the tensors of a result; ``me`` ran the call.
-
-    ``caller`` is None if the caller is gone. Then this returns `CPU_ONLY`, with which a tensor on a GPU cannot be sent.
-    """
+    """Return the devices of the caller for the tensors of a result; ``me`` ran the call."""
     if caller is None:
+        # The caller is gone. A tensor on a GPU cannot be sent then.
         return CPU_ONLY
     # The caller's own map, read backwards.
     back = {theirs: ours for ours, theirs in caller.device_maps.get(me.name, {}).items()}

@@ -210,10 +210,8 @@ def _raise(outcome: Any) -> Any:
 
 
 def without_first_frame(error: E) -> E:
-    """Remove the frame that caught an error from its traceback, and return the error.
-
-    That frame refers to the future that gets the error, so the error would keep the future alive.
-    """
+    """Remove the frame that caught an error from its traceback, and return the error."""
+    # That frame refers to the future that gets the error, so the error would keep the future alive.
     caught = error.__traceback__
     return error.with_traceback(caught.tb_next if caught is not None else None)
 

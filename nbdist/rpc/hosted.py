@@ -13,11 +13,8 @@ _WITHOUT_EFFECT_NOW = frozenset({"init_method", "devices"})
 def take_on(agent: Agent, name: str, rank: int, world_size: int | None, options: RpcBackendOptions | None) -> None:
     """Apply a program's ``init_rpc`` to the running agent of a cluster: set its time limit and number of threads.
 
-    An option with its default value changes nothing.
-
-    Raises:
-        UsageError: ``name`` or a ``rank`` from 0 on is not the agent's, ``world_size`` is larger than the cluster's
-            RPC, or an option cannot be changed now. Then nothing has changed.
+    An option with its default value changes nothing. Raises UsageError, before any change, if the running agent cannot
+    take the name, the rank, the size or an option.
     """
     me = agent.me
     if name != me.name:

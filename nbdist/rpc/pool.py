@@ -220,10 +220,7 @@ class Pool:
         self._running -= 1
 
     def _next(self, started: float | None) -> Job | None:
-        """Return the next job for this thread, which may read it itself; None if the thread must end.
-
-        ``started`` is when its last job began.
-        """
+        """Return the next job for this thread, which may read it itself; None if the thread must end."""
         while True:
             with self._condition:
                 if started is not None:  # with the lock held until this thread is idle, reads or has a job again
@@ -278,16 +275,14 @@ class Pool:
             self._spawn()
 
     def _guard(self) -> bool:
-        """Wait while another thread keeps its turn at reading and ends its jobs quickly.
-
-        Returns True if this thread has taken the turn, False if it has something else to do, or if the other thread
-        keeps its turn no longer. Other threads may take the lock while this one waits.
-        """
+        """Wait while another thread keeps its turn and ends its jobs quickly; return whether this takes the turn."""
+        # Returns False if this thread has something else to do, or if the other thread keeps its turn no longer.
         self._guarded, self._is_called = True, False
         try:
             while True:
                 finished = self._finished_at
                 self._idle += 1
+                # Other threads may take the lock meanwhile.
                 self._condition.wait(QUICK_JOB_SECONDS)
                 self._idle -= 1
                 if self._closed or self._reading < self._readers or (self._queue and self._capacity()):

@@ -44,11 +44,8 @@ class Promise(Generic[T]):
     # -- settling -----------------------------------------------------------------------------
 
     def note_streams(self, value: Any) -> None:
-        """Remember the CUDA streams that compute ``value``: the current streams of the calling thread.
-
-        Call this before `try_settle`, for a value that this process has computed. In each thread that takes the value,
-        the current streams then wait for these.
-        """
+        """Remember the CUDA streams that compute ``value``: the current streams of the calling thread."""
+        # Before `try_settle`. In each thread that takes the value, the current streams then wait for these.
         try:
             self._marks = mark(value)
         except Exception:  # CUDA has failed: using the value raises CUDA's error

@@ -73,8 +73,4 @@ class CallRecorder(Calling, Served, Protocol):
     """All methods of an autograd recorder. Each part of the agent knows only one of the smaller protocols."""
 
     def backward(self, context_id: int, root: torch.Tensor, retain_graph: bool) -> None:
-        """Run a backward pass in a context, from a tensor on this worker, for `RRef.backward`.
-
-        Returns when the pass has ended on all workers; the gradients are in the context then. Raises the error of the
-        pass, and UsageError if the context is over or unknown here.
-        """
+        """Run a backward pass in a context from a tensor on this worker, for `RRef.backward`, and wait for its end."""

@@ -104,21 +104,14 @@ class Sharing:
     # -- receiving ----------------------------------------------------------------------------
 
     def begin(self, owner: Record, places: Sequence[Place]) -> list[Buffer | GpuBytes] | None:
-        """Borrow the memory of the tensors that a message brought; return one buffer for each of ``places``.
-
-        The memory goes back to ``owner`` once no tensor refers to it. Returns None if the sender has died, and the
-        memory with it. A place that cannot be mapped for another reason is an `Unreadable`; decoding it raises
-        DecodeError.
-        """
+        """Borrow the memory of the tensors that a message brought, until no tensor refers to it; None if it is gone."""
+        # Decoding an `Unreadable`, a place that cannot be mapped, raises DecodeError.
         memory = self._leases.begin(owner, places, time.monotonic())
         return memory if all(memory) or is_alive(owner.pid, owner.started) else None  # an `Unreadable` is false
 
     def tend(self, now: float) -> tuple[list[tuple[int, GiveBack]], float]:
-        """Collect blocks that no tensor here refers to any more, and free memory that was not used lately.
-
-        The reading thread calls this if `ended` or `owing` is not empty, or `trim_at` has come. Returns the messages
-        that give blocks back, with their receivers, and the moment by which to call this again.
-        """
+        """Return the messages that give ended blocks back, and when to call this again; free memory not used lately."""
+        # The reading thread calls this if `ended` or `owing` is not empty, or `trim_at` has come.
         if self.ended:
             self._collect(now)
         due = self._due(now) if self.owing else ([], math.inf)

@@ -49,11 +49,7 @@ class StreamMarks:
 
 
 def mark(value: Any) -> StreamMarks | None:
-    """Return marks of the streams that compute the tensors in ``value``; None if it has no tensors on GPUs.
-
-    Looks into lists, tuples, sets and mappings, from their last entry on, at up to 10,000 objects. If this process does
-    not use CUDA, this costs one call.
-    """
+    """Return marks of the streams that compute the tensors in ``value``; None if it has no tensors on GPUs."""
     if not torch.cuda.is_initialized():
         return None
     tensors = [tensor for tensor in _tensors_in(value) if tensor.is_cuda]

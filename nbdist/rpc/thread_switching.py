@@ -44,16 +44,14 @@ class ThreadSwitching:
         self._ours: set[float] = set()  # the interval from before, and those that were set here; others are the user's
 
     def shorten(self, seconds: float) -> Callable[[], None]:
-        """Let threads run Python for ``seconds`` while somebody waits for an agent; return a function that ends this.
-
-        0 changes nothing. Of several wishes, the shortest counts. Call the returned function once.
-        """
+        """Let threads run Python for ``seconds`` while somebody waits for an agent; return a function to end this."""
         if not seconds:
             return lambda: None
         with self._lock:
             if not self._wanted:
                 self._before = sys.getswitchinterval()
                 self._ours = {self._before}
+            # Of several wishes, the shortest counts.
             self._wanted.append(seconds)
             self.hurry()
 

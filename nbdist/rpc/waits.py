@@ -16,10 +16,7 @@ this_wait = _PerThread()
 
 
 def set_blocking_hook(hook: Callable[[], AbstractContextManager[None]] | None) -> None:
-    """Enter the context manager ``hook()`` around every wait of the calling thread; None removes the hook.
-
-    The pool of an agent sets one in each of its threads, to count the threads that are blocked.
-    """
+    """Enter the context manager ``hook()`` around every wait of the calling thread; None removes the hook."""
     this_wait.blocking_hook = hook
 
 
@@ -33,10 +30,8 @@ _interrupt_hook: Callable[[Sequence[object], BaseException], None] | None = None
 
 
 def set_interrupt_hook(hook: Callable[[Sequence[object], BaseException], None] | None) -> None:
-    """Set ``hook(outcomes, error)``, called in the thread whose wait for outcomes Ctrl-C has ended; None removes it.
-
-    ``outcomes`` are each a `Latch` or a `Promise`, and ``error`` is the KeyboardInterrupt, which is raised afterwards.
-    """
+    """Set ``hook(outcomes, error)``, called in a thread whose wait Ctrl-C has ended; None removes it."""
+    # Each outcome is a `Latch` or a `Promise`, and the error is the KeyboardInterrupt, which is raised afterwards.
     global _interrupt_hook
     _interrupt_hook = hook
 

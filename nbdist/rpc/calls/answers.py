@@ -133,10 +133,7 @@ class Answers:
         self._finish(asked)
 
     def refuse(self, asked: Asked, error: MissingDefinition) -> None:
-        """Tell the caller that a definition is missing here, by a reply that lists all definitions that the call names.
-
-        The function has not run; the caller may repeat the call with the definitions.
-        """
+        """Tell the caller that a definition is missing here; the reply lists all definitions that the call names."""
         missing = asked.call.payload.definitions
         if not missing:
             self.fail(asked, error)  # a repeat would not help
@@ -171,10 +168,7 @@ class Answers:
     def _reply(
         self, to: int, reply: Reply, frames: Any = (), holds: MessageForker | None = None, slots: Sequence[Slot] = ()
     ) -> None:
-        """Post the reply to a caller; do nothing if the caller is gone.
-
-        ``holds`` is kept until the reply has arrived. ``slots`` are the tensors of ``frames`` in shared memory.
-        """
+        """Post the reply to a caller, if it is still there; ``holds`` is kept until the reply has arrived."""
         try:
             self._links.post(to, reply, frames, holds, slots)
         except NbdistError:  # the caller is gone

@@ -1,7 +1,4 @@
-"""Makes calls: finds the callee, checks the arguments, names the function, and hands the call to a `Sender`.
-
-`nbdist.rpc.calls.outcomes` ends the calls.
-"""
+"""Makes calls: finds the callee, checks the arguments, names the function, and hands the call to a `Sender`."""
 
 from __future__ import annotations
 
@@ -64,10 +61,7 @@ class Caller:
         return outcome.wait(self.read_as_guest)
 
     def begin(self, to: To, function: Any, args: Sequence[Any], timeout: float = -1.0, label: str = "") -> Latch:
-        """Call a function; return a latch for the result, on which only the calling thread may wait.
-
-        ``label`` is as for `asynchronous`. After WorkerLost, the function certainly does not run there.
-        """
+        """Call a function; return a latch for the result, on which only the calling thread may wait."""
         outcome = Latch()
         self._call(to, function, args, None, timeout, outcome, label)
         return outcome
@@ -81,10 +75,7 @@ class Caller:
         timeout: float,
         label: str = "",
     ) -> Future[Any]:
-        """Call a function; return a Future of its result. If the worker is gone, it has failed with WorkerLost.
-
-        Errors and displays call the function ``label``, or by its name.
-        """
+        """Call a function; return a Future of its result. If the worker is gone, it has failed with WorkerLost."""
         future: Future[Any] = Future()
         try:
             self._call(to, function, args, kwargs, timeout, future, label)
@@ -124,14 +115,12 @@ class Caller:
         return future
 
     def method_remote(self, rref: RRef[Any], name: str, timeout: float, *args: Any, **kwargs: Any) -> RRef[Any]:
-        """Call a method of a referenced value on its owner; return an RRef to the result.
-
-        Raises AttributeError, without sending anything, if the value's class is known here and lacks the method.
-        """
+        """Call a method of a referenced value on its owner; return an RRef to the result."""
         rref.check_alive()
         state = rref.state
         cls = local_type(state) if state is not None else None
         if cls is not None and not hasattr(cls, name) and not hasattr(cls, "__getattr__"):
+            # Without sending anything: the value's class is known here and lacks the method.
             raise AttributeError(f"type object {cls.__name__!r} has no attribute {name!r}")
         owner = self._owner(rref)
         label = f"{cls.__name__}.{name}" if cls is not None else name
@@ -173,7 +162,6 @@ class Caller:
     def _method(
         self, rref: RRef[Any], name: str, timeout: float, args: Any, kwargs: Any, outcome: Promise[Any] | Latch
     ) -> None:
-        """Send a call of a method of a referenced value; the end of the call settles ``outcome``."""
         rref.check_alive()
         state = rref.state
         label = f"{state.qualname}.{name}" if state is not None else name

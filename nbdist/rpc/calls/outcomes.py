@@ -58,7 +58,6 @@ class Outcomes:
             call.outcome.try_settle(None, error)  # and nothing else: a forked child's other locks may stay taken
 
     def _job_of(self, job: Callable[[Pending], None], call: Pending) -> Job:
-        """Return a job that calls ``job(call)`` to end a call, or to send it again."""
         self._pending.ending[call] = None  # if the job never runs, `close` ends the call
         return partial(job, call)
 
@@ -141,10 +140,7 @@ class Outcomes:
     def end(
         self, call: Pending, outcome: Any, error: BaseException | None, submit: Callable[[Job], None] | None = None
     ) -> None:
-        """Settle a call, which must have left the table, with a value or an error.
-
-        Callbacks of the outcome run in this thread, or in a job if ``submit`` is given.
-        """
+        """Settle a call, which must have left the table. Callbacks run in this thread, or in a job by ``submit``."""
         if call.again is not None:
             call.drop_repeat()
         if self._pending.ending:
@@ -165,10 +161,7 @@ class Outcomes:
         self.end(call, None, error)
 
     def creation_failed(self, result: Fork, why: BaseException, *, may_exist: bool) -> None:
-        """Mark the reference that a call was to make as failed: using it raises RRefError with the reason ``why``.
-
-        ``result`` is this agent's fork of the value.
-        """
+        """Mark the reference that a call was to make as failed: using it raises RRefError with the reason ``why``."""
         if result.owner == self._me.incarnation:  # then others may wait here for the value
             self._references.settle(result.rref, None, creation_error(why))
         else:

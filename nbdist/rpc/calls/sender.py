@@ -167,11 +167,7 @@ class Sender:
             raise UsageError(_CANNOT_WAIT_HERE.format(label=label, to=to.name))
 
     def _encode(self, call: Pending, to: Record, body: Any, context: Any, *, by_value: bool = False) -> Draft:
-        """Encode a call's function and arguments; return the parts of the message, which has not been sent.
-
-        ``by_value`` puts the definitions of ``__main__`` into the message. On an error, undoes the forks in the
-        message.
-        """
+        """Encode a call's function and arguments into a message that is not sent yet; an error undoes its forks."""
         forker = MessageForker(self._references, to.incarnation)
         peer, connection = self._links.peer(to.incarnation), self._links.connections.get(to.incarnation)
         # Another thread encodes a repeated call; that thread's gradient mode does not count.

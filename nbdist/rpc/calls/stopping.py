@@ -155,17 +155,14 @@ class Stopping:
             time.sleep(_POLL)
 
     def _try_to_end(self, key: _Key, *, at_last: bool = False) -> bool:
-        """End the wait of a call that waits for calls of its own; raise KeyboardInterrupt in the thread of any other.
-
-        Returns False, and does nothing, if that thread runs nbdist's code. ``at_last`` counts a call as waiting if any
-        call of its own has no answer.
-        """
+        """End the wait of a call that waits for calls of its own; raise KeyboardInterrupt in any other's thread."""
         with self._lock:
             thread = self._threads.get(key)
             if thread is None:
                 return True
             nested = [call for call in self._pending.all() if call.thread == thread]
             # A function that computes may have calls without an answer, too: only the pool knows what it waits for.
+            # With ``at_last``, any call without an answer counts.
             waits = bool(nested) and (at_last or self.is_blocked(thread))
             if not waits:
                 if _runs_nbdist(thread_frames().get(thread)):
@@ -177,10 +174,7 @@ class Stopping:
         return True
 
     def where(self, caller: int, id: int) -> str:
-        """Return where a running call is, such as "train, line 3 of a.py" or "C code"; "" if it does not run.
-
-        A caller asks for it when a call has not stopped after Ctrl-C.
-        """
+        """Return where a running call is, such as "train, line 3 of a.py" or "C code"; "" if it does not run."""
         thread = self._threads.get((caller, id))
         frame = thread_frames().get(thread) if thread is not None else None
         if frame is None:
@@ -198,11 +192,7 @@ class Stopping:
             try_post(self._links, call.to, Stop(call.id))
 
     def on_interrupt(self, outcomes: Sequence[object], error: BaseException) -> None:
-        """Stop the calls for whose outcomes this thread waited when Ctrl-C came.
-
-        Waits up to `patience` seconds for them to end. For each call that still runs then, a note on ``error`` says
-        where the call is and how to end it.
-        """
+        """Stop the calls for whose outcomes this thread waited when Ctrl-C came; wait up to `patience` seconds."""
         pending, me = self._pending, threading.get_ident()
         calls = [call for call in pending.all() if call.outcome in outcomes]
         # Whoever waits for a value that is being made stops its making, too

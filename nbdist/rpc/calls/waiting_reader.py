@@ -51,10 +51,7 @@ class WaitingReader:
         self._calling = threading.Lock()  # guards `_thread` and `_is_called`
 
     def read(self, outcome: Latch) -> None:
-        """Read messages in the calling thread until ``outcome`` is settled, as long as that saves time.
-
-        It may return earlier; then the caller sleeps on ``outcome``.
-        """
+        """Read messages in the calling thread until ``outcome`` is settled, or only until reading saves no time."""
         try:
             if self.skips:
                 self.skips -= 1

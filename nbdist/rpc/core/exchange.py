@@ -104,10 +104,7 @@ class Exchange:
         self._arrivals[number] = arrival  # one operation for the interpreter
 
     def came(self, arrival: Arrival, forks: Sequence[GlobalId]) -> list[Arrival]:
-        """Register a call that brought ``forks``, and count the value that it makes; return calls that can continue.
-
-        The call itself is among them unless it must wait. The others waited for the value which this call makes.
-        """
+        """Register a call that brought ``forks``, and count the value that it makes; return calls that can continue."""
         self.came_alone(arrival)
         self._refused.pop((arrival.sender, arrival.call.id), None)  # this may be the repeat of a refused call
         going_on: list[Arrival] = []
@@ -123,6 +120,7 @@ class Exchange:
             arrival.unconfirmed = frozenset(fork for fork in forks if self.forks.standing(fork) is ForkStanding.PENDING)
             for fork in arrival.unconfirmed:
                 self._by_fork.setdefault(fork, []).append(arrival)
+        # The call itself is one of them unless it must wait.
         if self._advance(arrival):
             going_on.append(arrival)
         return going_on
@@ -199,25 +197,18 @@ class Exchange:
         return instructions
 
     def abandoned(self, caller: int, id: int) -> tuple[GlobalId | None, list[Arrival]]:
-        """Record that a refused call will not be repeated; return the value that it never makes, and calls to resume.
-
-        The caller makes the value fail (`References.settle`). The id is None if the call was to make no value, or was
-        not refused.
-        """
+        """Record that a refused call will not be repeated; return its value, never made, and calls to resume."""
         result = self._refused.pop((caller, id), None)
         if result is None:
             return None, []
         self.forks.abandon(result.rref, result.fork)
+        # The caller makes the value fail (`References.settle`).
         return result.rref, self._look_again(result.rref) if result.rref in self._by_target else []
 
     # -- losing members -----------------------------------------------------------------------
 
     def lost(self, agent: int) -> tuple[list[Instruction], list[Arrival]]:
-        """Record that an agent is lost, and drop the forks it held; return the calls that can continue or must end.
-
-        A call that the lost agent had made must end; its `Arrival.is_heard` is False. `Forks.expected_from` lists the
-        values that the lost agent was to create here.
-        """
+        """Record that an agent is lost, and drop its forks; return the calls that can continue or must end."""
         instructions = self.forks.on_lost(agent)
         self._refused = {key: result for key, result in self._refused.items() if key[0] != agent}
         waiting = [arrival for arrival in self._arrivals.copy().values() if arrival.stage is not ArrivalStage.READY]
@@ -229,6 +220,8 @@ class Exchange:
             arrival.unconfirmed = frozenset(pending if arrival.sender != agent else ())
             for fork in arrival.unconfirmed:
                 self._by_fork.setdefault(fork, []).append(arrival)
+        # A call that the lost agent has made must end: its `Arrival.is_heard` is False. Another one may have waited for
+        # a value that the lost agent was to create (`Forks.expected_from`).
         return instructions, [arrival for arrival in waiting if self._advance(arrival)]
 
     def clear(self) -> None:

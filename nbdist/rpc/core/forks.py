@@ -290,7 +290,6 @@ class Forks:
             owned.uninformed[holder] = owned.uninformed.get(holder, 0) + 1
 
     def _drop_if_free(self, rref: GlobalId, owned: _Owned) -> list[Instruction]:
-        """Forget a value if no object or call here and no fork elsewhere refers to it."""
         if owned.handles > 0 or owned.forks:
             return []
         del self.owned[rref]
@@ -315,12 +314,10 @@ class Forks:
         return self._settle(fork, ForkStanding.CONFIRMED, state)
 
     def fail(self, fork: GlobalId, *, may_exist: bool) -> list[Instruction]:
-        """Mark the fork of a ``remote()`` call as failed; a late reply may still confirm it.
-
-        ``may_exist`` is True if the owner may have made the value: then it is told of the release.
-        """
+        """Mark the fork of a ``remote()`` call as failed; a late reply may still confirm it."""
         user = self.users.get(fork)
         if user is not None:
+            # If the owner may have made the value, it is told of the release.
             user.known_to_owner = may_exist
         return self._settle(fork, ForkStanding.FAILED, None)
 
@@ -362,7 +359,6 @@ class Forks:
         return self._delete_if_free(fork, user)
 
     def _delete_if_free(self, fork: GlobalId, user: _User) -> list[Instruction]:
-        """Forget a fork that nothing needs; return the message that tells its owner."""
         # Until its children are accepted, this fork keeps the value for them; and no delete goes to the owner before
         # the fork is confirmed (see the head of this module).
         if user.held or user.children or user.standing is ForkStanding.PENDING:
@@ -386,9 +382,8 @@ class Forks:
     def hand_over(self, rref: GlobalId, fork: GlobalId | None, to: int, child: GlobalId | None = None) -> Fork:
         """Make a fork for agent ``to`` from ``fork``, which is held here; if that is None, from a value owned here.
 
-        The caller puts the fork into a message to ``to``, or calls `take_back` if the message is not sent. ``child`` is
-        the id of the new fork; if it is None, a new id is made. Raises KeyError if the fork or the value is not held
-        here any more.
+        The caller puts the fork into a message to ``to``, or calls `take_back` if the message is not sent. Raises
+        KeyError if the fork or the value is not held here any more.
         """
         child = child or self._ids.next()
         if fork is None:

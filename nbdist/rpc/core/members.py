@@ -104,10 +104,7 @@ class Membership:
         return record
 
     def find(self, to: str | int | WorkerInfo) -> Record:
-        """Return the record of the living member with this name, id or `WorkerInfo`.
-
-        Raises UnknownWorker if there is none, and UsageError if ``to`` is of another type.
-        """
+        """Return the record of the living member with this name, id or `WorkerInfo`; raises UnknownWorker."""
         if isinstance(to, WorkerInfo):
             to = to.name
         if isinstance(to, str):
@@ -128,10 +125,7 @@ class Membership:
         return self._gone.get(to.name if isinstance(to, WorkerInfo) else to)
 
     def last_name(self, to: str | int | WorkerInfo) -> str:
-        """Return the name that the last member with this name, id or `WorkerInfo` has or had.
-
-        Raises LookupError for an id that no member ever had.
-        """
+        """Return the name that the last member with this name, id or `WorkerInfo` has or had."""
         if isinstance(to, int):
             return [record.name for record in self._known.values() if record.id == to][-1]
         return to.name if isinstance(to, WorkerInfo) else to

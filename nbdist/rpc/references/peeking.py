@@ -128,7 +128,6 @@ _short.maxstring = _short.maxother = _short.maxlong = _REPR_LENGTH
 
 
 def _numbers(tensor: torch.Tensor) -> Numbers:
-    """Return the numbers that describe a tensor: range, mean, norm, counts of NaN and infinity, histogram."""
     # A lazy parameter has no shape yet.
     shape = [] if is_lazy(tensor) or tensor.is_nested else list(tensor.shape)
     about = shape, dtype_name(tensor.dtype), str(tensor.device)

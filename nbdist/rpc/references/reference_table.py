@@ -120,11 +120,8 @@ class References:
     def announce(
         self, rref: GlobalId, value: Any, error: BaseException | None, failure: Failure | None = None
     ) -> State:
-        """Send the description of a value, or of the error in its place, to its users; return the description.
-
-        Call `fulfil` afterwards, which hands out the value: the reply with the description must go out in between.
-        ``failure`` describes the failed call that should have made the value.
-        """
+        """Send the description of a value, or of the error in its place, to its users; return the description."""
+        # `fulfil`, which hands out the value, comes after this: the reply with the description goes out in between.
         state = describe_value(value) if error is None else describe_error(error)
         with self._lock:
             if failure is not None and self.forks.owns(rref):
@@ -218,10 +215,7 @@ class References:
         self.perform(instructions)
 
     def accept(self, forks: Sequence[Fork]) -> list[Any]:
-        """Return the references that a message brought, as `refer` makes them, even if the message's call has ended.
-
-        For a value of this agent's own that is gone, the reference gets a promise that has failed.
-        """
+        """Return the references that a message brought, as `refer` makes them, even if the message's call has ended."""
         accepted: list[Any] = []
         for fork in forks:
             mine = fork.owner == self.me
@@ -269,11 +263,9 @@ class References:
     # -- releasing ----------------------------------------------------------------------------
 
     def hold(self, rref: GlobalId, fork: GlobalId | None) -> Hold:
-        """Return a new hold on a reference: an object that keeps the fork alive; on the owner, the value.
-
-        Each `RRef` has a hold, and so has each message on its way that carries one. When nothing refers to the hold any
-        more, `reap` releases the fork or the value.
-        """
+        """Return a new hold on a reference: an object that keeps the fork alive; on the owner, the value."""
+        # Each `RRef` has one, and so has each message on its way that carries one. When nothing refers to the hold any
+        # more, `reap` releases the fork or the value.
         return self.holds.hold((rref, fork))
 
     def reap(self) -> None:

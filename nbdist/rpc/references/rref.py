@@ -517,11 +517,8 @@ register_reference(RRef)
 
 
 def refer(home: Home, id: GlobalId, fork: GlobalId | None, owner: int, creation: Promise[Any] | None) -> RRef[Any]:
-    """Make a reference to an existing or future value, which belongs to the agent ``home``.
-
-    ``creation`` is the outcome of the ``remote()`` call that makes the value; None if the reference came with a
-    message.
-    """
+    """Make a reference to an existing or future value, which belongs to the agent ``home``."""
+    # ``creation`` is the outcome of the ``remote()`` call that makes the value; None for one that a message brought.
     made: RRef[Any] = RRef.__new__(RRef)
     made._home, made.id, made.fork_id, made.owner_incarnation, made._creation = home, id, fork, owner, creation
     made.hold = home.references.hold(id, fork)  # last: `is_held_for` is False while a reference is being made

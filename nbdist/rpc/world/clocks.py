@@ -18,10 +18,7 @@ def clock() -> float:
 
 
 def offset(me: Record, record: Record, ask: Callable[..., Any]) -> float:
-    """Return the seconds by which the clock of ``record``'s worker is ahead of ours; 0 on one host.
-
-    ``ask`` is `nbdist.rpc.agent.Agent.ask`, whose errors this raises.
-    """
+    """Return the seconds by which the clock of ``record``'s worker is ahead of ours; 0 on one host."""
     if record.host == me.host:
         return 0.0
     found: list[tuple[float, float]] = []

@@ -81,10 +81,7 @@ class Meeting:
         return self.scheme != "tcp" or self.serves or tcp_store.is_served(self.place, self.port)
 
     def open(self, timeout: float, secret: Secret) -> Store:
-        """Open the store at which the members meet. Each operation of the store takes at most ``timeout`` seconds.
-
-        Raises RendezvousError if the store cannot be opened; torch's own errors pass through.
-        """
+        """Open the store at which the members meet, each of whose operations takes ``timeout`` seconds at most."""
         if self.scheme != "tcp":
             tcp_store.end_server()  # the server of an earlier world
         if self.scheme == "file":

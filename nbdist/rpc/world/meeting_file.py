@@ -38,11 +38,8 @@ class MeetingFile:
             ) from error
 
     def compare_set(self, key: str, expected: str, desired: str) -> bytes:
-        """Write ``desired`` if the text is ``expected``; return the text that the file has then. ``key`` is ignored.
-
-        Raises TimeoutError if another process holds the lock for 2 s, OSError if the disk is full or the folder is
-        gone, and RendezvousError if the file is too large.
-        """
+        """Write ``desired`` if the text is ``expected``; return the text that the file has then. ``key`` is ignored."""
+        # TimeoutError if another process holds the lock for 2 s; OSError if the disk is full or the folder is gone.
         with locked(self._path, _LOCK_TIMEOUT) as file:
             text = self._text(file)
             if text == expected.encode() and expected != desired:

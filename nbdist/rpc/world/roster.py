@@ -76,13 +76,8 @@ class Roster:
     def form(self, me: Record, deadline: float) -> list[Record]:
         """Register ``me`` in a fixed world; return the records of all its members, by id, once all have registered.
 
-        Raises:
-            RendezvousError: some members have not registered by the deadline (a time of `time.monotonic`; the text
-                names their ranks), the store cannot be reached until then, the members disagree about the size of the
-                world, or a dynamic world uses the same store.
-            NotUnique: another process has this rank, or two members have the same name.
-            SecurityError: a record in the list is signed with another secret.
-            VersionMismatch: a member uses another version of the protocol.
+        The deadline is a time of `time.monotonic`. Raises RendezvousError, NotUnique, SecurityError or VersionMismatch,
+        as `nbdist.rpc.init_rpc` does.
         """
         size = me.world_size
         assert size is not None  # a fixed world has a size
@@ -135,7 +130,6 @@ class Roster:
 
     @staticmethod
     def _sorted_and_checked(world: list[Record]) -> list[Record]:
-        """Return the records of a world sorted by id. Raises NotUnique if two members have the same name."""
         names: dict[str, int] = {}
         for record in world:
             if record.name in names:
@@ -147,12 +141,7 @@ class Roster:
         return sorted(world, key=lambda record: record.id)
 
     def join(self, me: Record, deadline: float) -> list[Record]:
-        """Register ``me`` in a dynamic world, and return the records of the members that seem to be alive.
-
-        Raises NotUnique if one of them has the same name or id, RendezvousError if a fixed world uses the same store or
-        the store cannot be reached by the deadline (a time of `time.monotonic`), and SecurityError or VersionMismatch
-        as `form` does.
-        """
+        """Register ``me`` in a dynamic world; return the members that seem to be alive. Raises as `form` does."""
         tries = 0
         while True:
             text, document = self._read(deadline)
@@ -211,10 +200,7 @@ class Roster:
     # -- the store ----------------------------------------------------------------------------
 
     def _read(self, deadline: float) -> tuple[str, _Document]:
-        """Read the list; return its text, for a later `_write`, and its contents.
-
-        If the store cannot be reached, retries until the deadline, but at least once; then raises RendezvousError.
-        """
+        """Read the list; return its text, for a later `_write`, and its contents. Retries until the deadline."""
         while True:
             try:
                 text = self._store.compare_set(_KEY, "", "").decode(errors="replace")
@@ -275,5 +261,4 @@ class Roster:
         return msgspec.msgpack.decode(inner, type=Record)
 
     def _seems_alive(self, record: Record) -> bool:
-        """Return whether a member's process is alive. A member on another host counts as alive."""
         return record.host != self._host or is_alive(record.pid, record.started)

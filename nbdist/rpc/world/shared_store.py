@@ -71,10 +71,7 @@ class SharedStore:
     """A store for `nbdist.rpc.world.roster.Roster` that another process, or this one, has in its memory."""
 
     def __init__(self, address: str, name: str, secret: Secret, timeout: float) -> None:
-        """Use the text ``name`` in the store at the entrance with ``address``, such as ``10.0.0.5:40123``.
-
-        An operation takes ``timeout`` seconds at most, and never more than `_ANSWER_WITHIN`.
-        """
+        """Use the text ``name`` in the store at the entrance with ``address``, such as ``10.0.0.5:40123``."""
         self._address = address
         self._name = name
         self._secret = secret

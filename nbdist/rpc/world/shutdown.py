@@ -64,10 +64,7 @@ class Reminder:
         self._told: set[str] = set()
 
     def is_due(self, now: float, served: int, running: int, reason: str) -> bool:
-        """Return whether to log now that `shutdown` waits for ``reason``; True once for each reason.
-
-        ``served`` counts the answered calls, ``running`` the unanswered ones. ``now`` is as of `time.monotonic`.
-        """
+        """Return whether to log now that `shutdown` waits for ``reason``; True once for each reason."""
         if running or (served, reason) != self._before:
             self._quiet_since, self._before = now, (served, reason)
         if now - self._quiet_since <= REMIND_AFTER or reason in self._told:
@@ -109,21 +106,14 @@ class Shutdown:
     # -- every member -------------------------------------------------------------------------
 
     def end(self, timeout: float) -> None:
-        """Wait with all other members until the world can end. `shutdown` of a fixed world calls this.
-
-        The first round ends when no call runs anywhere. Then this releases all references. The second round ends when
-        no message about references is under way.
-
-        Raises:
-            RendezvousError: the world has not ended after ``timeout`` seconds; 0 or less means no limit.
-            WorkerLost: the world has ended, but a member was lost meanwhile.
-        """
+        """Wait with all other members until a fixed world can end, ``timeout`` seconds at most; 0 for no limit."""
         deadline = time.monotonic() + timeout if timeout > 0 else float("inf")
         with self._changed:
             self._reached = DRAINING
             self._looked = time.monotonic()
             self._lost.clear()
             self._changed.notify_all()
+        # Round 1 ends when no call runs anywhere, round 2 when no message about references is under way.
         for round_over in (RELEASING, CLOSING):
             self._wait_for_round(round_over, deadline)
             if round_over == RELEASING:
@@ -143,10 +133,7 @@ class Shutdown:
             )
 
     def drain(self, timeout: float) -> None:
-        """Wait until all calls of this agent and to it are answered, then release all its references.
-
-        Raises RendezvousError after ``timeout`` seconds; 0 or less means no limit.
-        """
+        """Wait until all calls of this agent and to it are answered, then release its references; limit as in `end`."""
         deadline = time.monotonic() + timeout if timeout > 0 else float("inf")
         while self._exchange.active or self._exchange.calls.unended:
             if time.monotonic() > deadline:

@@ -42,11 +42,8 @@ _served: tuple[str, int, Any] | None = None
 
 
 def open_store(host: str, port: int, timeout: float, *, serve: bool) -> Any:
-    """Open a client of the store at an address; with ``serve``, serve the store there first.
-
-    The server runs until this process opens another store, calls `end_server`, or ends. Operations of the store time
-    out after ``timeout`` seconds. Raises RendezvousError if another program listens at the address.
-    """
+    """Open a client of the store at an address; with ``serve``, serve the store there first."""
+    # The server runs until this process opens another store, calls `end_server`, or ends.
     global _served
     limit = datetime.timedelta(seconds=timeout)
     if _served is not None and (not serve or _served[:2] != (host, port)):
@@ -69,7 +66,6 @@ def open_store(host: str, port: int, timeout: float, *, serve: bool) -> Any:
 
 
 def _client(host: str, port: int, timeout: float) -> Any:
-    """Return a client of the store at an address."""
     opened: Future[Any] = Future()
 
     def connect() -> None:
@@ -97,11 +93,8 @@ def end_server() -> None:
 
 
 def _listen(host: str, port: int) -> int:
-    """Return the file descriptor of a listening socket, which torch closes with its server.
-
-    Returns `_SERVER_OF_THIS_PROCESS` if the port is in use. Raises RendezvousError if this machine cannot bind a socket
-    to any address of the host.
-    """
+    """Return the file descriptor of a listening socket; `_SERVER_OF_THIS_PROCESS` if the port is in use."""
+    # torch closes the socket with its server.
     failed = f"{host} has no address"
     for family, address in _addresses(host, port):
         listener = socket.socket(family, socket.SOCK_STREAM)
