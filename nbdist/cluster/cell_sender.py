@@ -85,10 +85,7 @@ class CellSender:
             return cell
 
     def send(self, token: object, cell: Cell, workers: Sequence[Worker], content: bytes, metadata: bytes) -> None:
-        """Send a cell to its workers; the cell fails at once on dead workers. In the kernel thread.
-
-        ``content`` and ``metadata`` belong to the execute request, as JSON; ``token`` comes from `Lifecycle.choosing`.
-        """
+        """Send a cell to its workers; the cell fails at once on dead workers. In the kernel thread."""
         self.lifecycle.unsent.discard(token)  # no other work of this thread runs before the end of this method
         cell.at_part_end = self._on_part_end
         lost: dict[str, str] = {}

@@ -44,10 +44,7 @@ _SHIFTED = "; the next collective there will be taken for it"
 
 
 class Collation:
-    """Finds where the members of the workers' process groups part; ``agent`` is this process's.
-
-    ``workers`` are all workers of the cluster, by rank; ``thread`` is the kernel thread.
-    """
+    """Finds where the members of the workers' process groups part. ``workers`` are all of the cluster, by rank."""
 
     def __init__(self, workers: Sequence[Worker], thread: KernelThread, agent: Agent, lifecycle: Lifecycle) -> None:
         self._workers, self._thread, self._agent, self._lifecycle = workers, thread, agent, lifecycle
@@ -74,13 +71,11 @@ class Collation:
         *,
         at_rest: bool = False,
     ) -> list[Parting]:
-        """Return where the members part, as far as the answers that have arrived tell; as for `find_partings`.
-
-        ``probes`` have been asked of the hosts of workers that have not answered. Those may hold the GIL.
-        """
+        """Return where the members part, as far as the answers that have arrived tell; as for `find_partings`."""
         if not (told := _told(asked)):
             return []
         groups = [history for histories in told.values() for history in histories]
+        # Those without an answer may hold the GIL.
         for worker in self._workers:
             if worker.name not in told and worker.name in probes and probes[worker.name].done():
                 with contextlib.suppress(Exception):  # its host cannot be reached, or it has no record
@@ -90,10 +85,7 @@ class Collation:
         return self._part(told, at_rest)
 
     def partings(self, probes: Mapping[str, futures.Future[Probe]] | None = None) -> list[Parting]:
-        """Ask all living workers, wait for their answers, and return where the members part.
-
-        ``probes`` are as for `conclude`; if they are None, the hosts of workers that do not answer are asked.
-        """
+        """Ask all living workers, wait for their answers, and return where the members part."""
         asked = self.ask()
         deadline = time.monotonic() + _ANSWER_WITHIN
         for answer in asked.values():
@@ -106,10 +98,7 @@ class Collation:
         return self.conclude(asked, probes)
 
     def at_end_of_cell(self, cell: Cell, end: Callable[[], None]) -> None:
-        """Compare what the workers had called at the ends of their cells; call ``end``. In the kernel thread.
-
-        If they differ, asks the workers once more, and tells below the cell what was not told before, before it ends.
-        """
+        """Compare what the workers had called at the ends of their cells; call ``end``. In the kernel thread."""
         differs = False
         try:  # the cell must end, whatever is wrong with what was sent
             latest = [worker.histories for worker in self._workers]

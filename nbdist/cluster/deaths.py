@@ -15,11 +15,7 @@ _LAST_WORDS_WITHIN = 1.0  # seconds to wait for the end of a process, and as lon
 
 
 class Deaths:
-    """Tells the agent of workers whose process has ended, and gives up workers that the agent has lost.
-
-    ``agent``, this process's, then says in its errors how a worker died. ``signal_worker`` sends a signal to the
-    process of a worker, by name.
-    """
+    """Tells the agent of workers whose process has ended, and gives up workers that the agent has lost."""
 
     def __init__(
         self, team: Team, thread: KernelThread, agent: Agent, signal_worker: Callable[[str, int], object]

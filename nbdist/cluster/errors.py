@@ -90,7 +90,6 @@ class CellInterrupted(KeyboardInterrupt):
     traceback: Sequence[str] = ()
 
     def _render_traceback_(self) -> list[str]:
-        """Return the lines that IPython shows: the workers' tracebacks, and a text for each one that did not stop."""
         return list(self.traceback)
 
 
@@ -148,10 +147,7 @@ def _in_one_line(error: WorkerError, *, with_name: bool) -> str:
 
 @functools.lru_cache(maxsize=128)
 def _class_for(name: str) -> type[CellError]:
-    """Return a subclass of `CellError` with this name, which derives from Python's or nbdist's class of that name too.
-
-    The result derives from `CellError` alone if there is no such `Exception`, or if the two cannot be combined.
-    """
+    """Return a subclass of `CellError` with this name, and of Python's or nbdist's class of that name, if any."""
     if name == "CellError":
         return CellError
     own = getattr(nbdist.errors, name, None) or getattr(builtins, name, None)

@@ -72,11 +72,7 @@ class Task(Future[Any]):
 
 
 class Lanes:
-    """Hands the tasks of one cluster to its workers, one task at a time to each, by a thread for each worker.
-
-    The threads wait on a condition: that their worker is free and that there is a task for it. They start with the
-    first task, and end with the cluster.
-    """
+    """Hands the tasks of one cluster to its workers, by a thread for each, from the first task to the cluster's end."""
 
     def __init__(self, workers: Sequence[Worker], thread: KernelThread, agent: Agent) -> None:
         """Make the lanes of the cluster that has this list of workers, which may grow, and this process's agent."""

@@ -36,14 +36,8 @@ _log = logging.getLogger("nbdist.cluster")
 class Growth:
     """Lets one cluster grow.
 
-    Args:
-        team: The cluster's workers, to which `Lifecycle.adopt` adds the new ones.
-        lives: Starts the workers.
-        launcher: Knows how many new workers its keepers have room for.
-        changing: Held while workers are added; `WorkerChanges` holds it while it restarts workers.
-        timeout: Seconds within which new workers must be ready.
-        grown: Called when workers have been added to the cluster; the process group may still have to form.
-        tell: Called with a line for the user when workers have joined, or could not join.
+    ``changing`` is held while workers are added; `WorkerChanges` holds it while it restarts workers. ``grown`` is
+    called when workers have been added; the process group may still have to form. ``tell`` gets a line for the user.
     """
 
     team: Team

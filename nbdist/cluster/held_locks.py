@@ -23,11 +23,9 @@ _OWNER = re.compile(r"owner=(\d+)")
 
 
 def say_lock(thread: int, threads: Mapping[int, FrameType]) -> str:
-    """Return the lock that a thread waits for, and its holder, in words such as ``the lock `turn`, which … holds``.
-
-    ``threads`` has the innermost frame of each thread, by ident. Empty if the thread's innermost line of user code
-    takes no lock, or a free one. Who holds a lock is known of an RLock, and of a lock that a ``with`` has taken.
-    """
+    """Return the lock for which a thread waits, and its holder, in words: ``the lock `turn`, which … holds``."""
+    # Empty if the thread's innermost line of user code takes no lock, or a free one. The holder is known of an RLock,
+    # and of a lock that a ``with`` has taken.
     frame: FrameType | None = next((each for each in outwards(threads[thread]) if is_users(_file(each))), None)
     match = _TAKES.search(linecache.getline(_file(frame), line_number(frame))) if frame is not None else None
     if frame is None or match is None:

@@ -66,24 +66,18 @@ class Interrupts:
         self._team, self._thread, self._agent, self._launcher = team, thread, agent, launcher
 
     def stop_cell(self, cell: Cell) -> list[str]:
-        """Interrupt a cell on the workers that still run it; return a text for each worker that does not stop.
-
-        Waits until the workers have stopped, or are named. In the kernel thread, this does not wait and returns an
-        empty list; the interrupt continues in the background.
-        """
+        """Interrupt a cell on the workers that still run it; return a text for each worker that does not stop."""
         work = self.interrupt([(cell, part) for part in cell.parts.values()])
+        # The kernel thread must not wait: the interrupt continues in the background.
         if self._thread.is_current():
             self._thread.loop.create_task(work)
             return []
         return self._thread.run(work).result()
 
     def stop_workers(self, workers: Sequence[Worker]) -> None:
-        """Interrupt everything that these workers do: cells, begun or not, and the calls that they run for others.
+        """Interrupt everything that these workers do: cells, begun or not, and the calls that they run for others."""
 
-        Returns once the interrupts are on their way, about 0.5 s later at most. Work that is sent afterwards runs. The
-        kernel thread must not call this, because the interrupts need it.
-        """
-
+        # Not in the kernel thread, which the interrupts need. Work that is sent afterwards runs.
         def begin() -> None:
             work = [(cell, cell.parts[worker.name]) for worker in workers for cell in worker.cells]
             self._thread.loop.create_task(self.interrupt(work))
@@ -94,10 +88,7 @@ class Interrupts:
         stopped.or_raise(but=NbdistError)
 
     async def interrupt(self, work: Sequence[tuple[Cell, CellPart]]) -> list[str]:
-        """Interrupt cells on workers, in the kernel thread; return a text for each worker that does not stop in time.
-
-        ``work`` has each cell with the part of the worker on which to interrupt it.
-        """
+        """Interrupt cells on workers, in the kernel thread; return a text for each worker that does not stop."""
         began = time.monotonic()
         work = [(cell, part) for cell, part in work if not part.done]
         running = [part for _, part in work if part.began is not None]
@@ -120,7 +111,6 @@ class Interrupts:
         return [text for text in said if text]
 
     def _is_next(self, cell: Cell, part: CellPart) -> bool:
-        """Return whether the worker runs this cell or will run it next."""
         # Not by ``part.began`` alone: a cell that takes the GIL at once cannot report that it began.
         cells = self._team.find(part.worker).cells
         return part.began is not None or (bool(cells) and cells[0] is cell)
@@ -151,11 +141,7 @@ class Interrupts:
         asyncio.get_running_loop().call_later(_SIGNAL_ANYWAY_AFTER, signal_anyway)
 
     def _call_off(self, part: CellPart, may_signal: Callable[[], bool] = lambda: True) -> Future[Any] | None:
-        """Tell the worker of a cell's part to skip the cell, which has not begun there.
-
-        Returns a future that is done once the worker has confirmed, or after `NAME_AFTER` seconds; None if the worker
-        is gone. ``may_signal`` is asked when the cell begins all the same.
-        """
+        """Tell the worker of a cell's part to skip the cell, which has not begun there; None if the worker is gone."""
         loop = asyncio.get_running_loop()
 
         def begun() -> None:
@@ -163,17 +149,14 @@ class Interrupts:
             if may_signal():
                 loop.call_later(_SKIP_CONFIRMED_WITHIN, self._signal, part)
 
+        # If the cell begins all the same.
         part.when_begun.append(begun)
         with contextlib.suppress(NbdistError):
             return self._agent.at(part.worker, "output").call("call_off", part.id, timeout=NAME_AFTER)
         return None
 
     def _break_collective(self, cell: Cell, part: CellPart) -> None:
-        """Make the worker of a cell's part shut the process group of the collective in which it may wait.
-
-        Returns at once. A worker that does not answer for `_BROKEN_OFF_WITHIN` seconds, or is lost, has broken nothing
-        off.
-        """
+        """Make the worker of a cell's part shut the process group of the collective in which it may wait."""
 
         def answered(future: Future[Any]) -> None:
             note = ""
@@ -185,6 +168,7 @@ class Interrupts:
         # the GPU before the worker has asked for a new process group, and the next cell must not run in the old one.
         part.breaks_off += 1
         try:
+            # Returns at once. A worker that does not answer in time, or is lost, has broken nothing off.
             asked = self._agent.at(part.worker, "collectives").call("break_off", timeout=_BROKEN_OFF_WITHIN)
         except NbdistError:
             part.breaks_off -= 1
@@ -192,11 +176,7 @@ class Interrupts:
             asked.then(answered)
 
     async def _describe(self, cell: Cell, part: CellPart, deadline: float) -> str:
-        """Return a sentence on a worker that has not ended its cell: where it is, and how to restart it.
-
-        Waits until ``deadline`` for a worker that only formats its traceback, or breaks a collective off; "" if it ends
-        then.
-        """
+        """Return a sentence on a worker that has not ended its cell: where it is, and how to restart it; or ""."""
         await _wait_until(lambda: part.done or not part.breaks_off or part.reply is None, deadline)
         if part.done:
             return ""

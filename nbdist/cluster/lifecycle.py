@@ -100,10 +100,7 @@ class Lifecycle:
     # -- up -----------------------------------------------------------------------------------
 
     def launch(self, workers: Sequence[Worker]) -> None:
-        """Ask the launcher for a process for each worker. Does not wait: `bring_up` does.
-
-        If the launcher raises an error, this raises it, gives up the starts before, and starts no other worker.
-        """
+        """Ask the launcher for a process for each worker. Does not wait: `bring_up` does."""
         self._begun = {}
         try:
             for worker in workers:
@@ -148,11 +145,7 @@ class Lifecycle:
             raise
 
     def bring_up(self, workers: Sequence[Worker], deadline: float) -> None:
-        """Wait until launched workers are ready; if these are all workers, they form the process group, too.
-
-        Raises StartError if they are not ready by ``deadline`` or a step fails, WorkerLost if one dies, and UsageError
-        if a module to preload cannot be imported.
-        """
+        """Wait until launched workers are ready; if these are all workers, they form the process group, too."""
 
         async def all_steps() -> None:
             await self._all_reach(workers, self._reach_rpc)
@@ -204,12 +197,9 @@ class Lifecycle:
         self._note_reached(worker, "rpc")
 
     def bring_in(self, workers: Sequence[Worker], deadline: float) -> dict[str, BaseException]:
-        """Start new workers beside the workers of the running cluster; return the errors of the failed ones, by name.
-
-        If the result is empty, all of them are members of the RPC world, and `adopt` makes them workers of the cluster.
-        Else all of them have been killed. The caller makes sure that no other call of this method, and no restart, runs
-        at the same time.
-        """
+        """Start new workers beside those of the running cluster; return the errors of the failed ones, by name."""
+        # Without errors, all are members of the RPC world, and `adopt` makes them workers of the cluster. Else all have
+        # been killed. The caller sees to it that neither this nor a restart runs at the same time.
         failed: dict[str, BaseException] = {}
 
         async def reach(worker: Worker) -> None:
@@ -250,13 +240,11 @@ class Lifecycle:
 
     @contextlib.contextmanager
     def choosing(self) -> Iterator[object]:
-        """Return a token in `unsent` for a cell whose workers are chosen in this block.
-
-        The code that sends the cell removes the token, in the kernel thread.
-        """
+        """Return a token in `unsent` for a cell whose workers are chosen in this block."""
         token = object()
         try:
             self.unsent.add(token)
+            # The code that sends the cell removes it, in the kernel thread.
             yield token
         except BaseException:  # Ctrl-C, too: no group could form while the token is there
             self.unsent.discard(token)
@@ -276,27 +264,18 @@ class Lifecycle:
             raise
 
     def form_group(self, deadline: float) -> None:
-        """Form the process group of all workers anew and wait until it has formed, unless the backend is none.
-
-        Raises WorkerLost if a worker is dead, StartError if a worker fails to form the group, or is late.
-        """
+        """Form the process group of all workers anew and wait until it has formed, unless the backend is none."""
         self._in_time(self._form_group(), deadline)
 
     def form_group_once_idle(self, deadline: float) -> list[str]:
-        """Form the process group of all workers anew: now if all are idle, else as soon as they are (see `after_cell`).
-
-        If all are idle, waits until it has formed, with the errors of `form_group`. Returns the names of the workers
-        that are not idle, dead ones included; none without a process group.
-        """
+        """Form the process group anew, now or once all workers are idle; return the names of those that are not."""
+        # If all are idle, waits until it has formed; else `after_cell` begins it.
         return self._await_group(self._begin_if_idle(), deadline)
 
     async def _begin_if_idle(self) -> tuple[list[str], Coroutine[Any, Any, None] | None]:
-        """Begin to form the next process group if all workers are idle, else note that it is due. In the kernel thread.
-
-        Cells begin and end in that thread, and this awaits nothing, so none begins between the check and the start of
-        the group. Returns the names of the workers that are not idle, and the coroutine of `_begin_group` if this has
-        called it.
-        """
+        """Begin to form the next process group if all workers are idle, else note that it is due."""
+        # Cells begin and end in this thread, the kernel thread, and this awaits nothing, so none begins between the
+        # check and the start of the group.
         if not self.has_group:  # no worker needs to be idle
             return [], self._begin_group() if self._told_size != len(self._workers) else None
         busy = [worker.name for worker in self._workers if worker.state != "idle"]
@@ -312,11 +291,9 @@ class Lifecycle:
         return busy
 
     def form_group_later(self, generation: int) -> None:
-        """Form the process group of all workers anew as soon as all are idle; from any thread, without waiting.
+        """Form the process group of all workers anew as soon as all are idle; from any thread, without waiting."""
 
-        ``generation`` is the number of the group that is gone.
-        """
-
+        # ``generation`` is the number of the group that is gone.
         def note() -> None:
             if (
                 self.has_group
@@ -329,10 +306,7 @@ class Lifecycle:
         self._thread.soon(note)
 
     def after_cell(self) -> None:
-        """Begin to form the process group if it is due and all workers are idle. In the kernel thread, after each cell.
-
-        Returns at once, but the workers are told first: the cells that they are sent next run in the new group.
-        """
+        """Begin to form the process group if it is due and all workers are idle. In the kernel thread."""
         # A cell that is about to be sent counts as a running cell: its workers were chosen for the present group.
         if self.unsent or not (self._group_is_due and all(worker.state == "idle" for worker in self._workers)):
             return
@@ -346,6 +320,7 @@ class Lifecycle:
                     _log.error(_NOT_FORMED, error)
 
         try:
+            # The workers are told before this returns: the cells that they are sent next run in the new group.
             self._thread.loop.create_task(see_through(self._begin_group()))
         except Exception as error:  # must not keep the cell from ending
             _log.error(_NOT_FORMED, error)
@@ -355,11 +330,7 @@ class Lifecycle:
             await self._begin_group()
 
     def _begin_group(self) -> Coroutine[Any, Any, None]:
-        """Tell all workers to form the next process group; return a coroutine that waits until it has formed.
-
-        Raises WorkerLost at once if a worker is dead. If one fails, the others are released, and the coroutine raises
-        its error. In the kernel thread. With the backend none, the workers only learn how many they are.
-        """
+        """Tell all workers to form the next process group; return a coroutine that waits until it has formed."""
         if not self.has_group:
             return self._tell_size()
         require_alive(self._workers)
@@ -427,10 +398,7 @@ class Lifecycle:
     def _in_time(
         self, work: Coroutine[Any, Any, None], deadline: float, otherwise: str = "the process group did not form"
     ) -> None:
-        """Run a coroutine in the kernel thread; raise StartError if it is not done by ``deadline``.
-
-        The error names what is late, or ``otherwise``.
-        """
+        """Run a coroutine in the kernel thread; raise StartError, which names what is late, after ``deadline``."""
 
         async def limited() -> None:
             await asyncio.wait_for(work, max(0.0, deadline - time.monotonic()))
@@ -466,10 +434,7 @@ class Lifecycle:
     # -- down ---------------------------------------------------------------------------------
 
     def kill(self, workers: Sequence[Worker], deadline: float, because: str = "") -> None:
-        """Kill workers; wait until their processes have ended and they are no members of the RPC world any more.
-
-        Their cells fail, with the reason ``because`` if there is one. Raises StartError after ``deadline``.
-        """
+        """Kill workers; wait until their processes have ended and they are no members of the RPC world any more."""
         why = f"was restarted, because {because}" if because else "was restarted"
 
         async def kill() -> None:
@@ -501,10 +466,7 @@ class Lifecycle:
             self._thread.run(ask()).result(2 * _KERNELS_END_WITHIN)
 
     def close(self) -> int:
-        """Kill all workers, remove the run directory, and fail the cells that still run, a moment later.
-
-        Returns how many workers may still live, once the others have ended.
-        """
+        """Kill all workers, remove the run directory, and fail their cells; return how many workers may still live."""
         self._is_ending = True
         left = self.launcher.close()
         for worker in self._workers:

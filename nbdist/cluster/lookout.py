@@ -56,10 +56,7 @@ _BLIND = "who has not come is not known: TORCH_FR_BUFFER_SIZE=0 has switched off
 
 
 class Lookout:
-    """Looks at the workers of a silent cell, and shows the line after ``after`` seconds. In the kernel thread.
-
-    ``probe`` is `Launcher.probe`.
-    """
+    """Looks at the workers of a silent cell, and shows the line after ``after`` seconds. In the kernel thread."""
 
     def __init__(
         self,

@@ -48,10 +48,7 @@ def find_partings(
 
 
 def say_last(histories: Mapping[str, Sequence[GroupHistory]], names: Sequence[str], lost: Sequence[str]) -> list[str]:
-    """Return a text for each group of ``lost`` workers: the collective that each of the others has called last there.
-
-    The arguments are as for `find_partings`.
-    """
+    """Return a text for each group of ``lost`` workers: the collective that each other one has called last there."""
     said = []
     for members in _groups_of(lost, histories, names):
         last = {worker: (each.last, each.kinds[each.given[-1]].text) for worker, each in members.items()}
@@ -66,11 +63,8 @@ def say_last(histories: Mapping[str, Sequence[GroupHistory]], names: Sequence[st
 def find_odd_one(
     histories: Mapping[str, Sequence[GroupHistory]], names: Sequence[str], lost: str, share: float
 ) -> str | None:
-    """Return the worker that gave another number of bytes to the last collective than all others.
-
-    Returns None where that is not certain. ``lost`` is the worker that gloo has ended; it expected ``share`` of the
-    bytes that another one sent to it. The other arguments are as for `find_partings`.
-    """
+    """Return the worker that gave another number of bytes to the last collective than all others; None if unsure."""
+    # Gloo has ended ``lost``, which expected ``share`` of the bytes that another one sent to it.
     groups = _groups_of([lost], histories, names)
     if len(groups) != 1:  # in which group it died is not known
         return None
@@ -146,10 +140,8 @@ def _lack(members: Mapping[str, GroupHistory], names: Sequence[str], at_rest: bo
 
 
 def _find_unmatched(members: Mapping[str, GroupHistory], names: Sequence[str]) -> list[Parting]:
-    """Return the sends and receives for which members wait, and that their partners have not called.
-
-    Of a chain of members that wait for each other, returns only those for members that do not wait themselves.
-    """
+    """Return the sends and receives for which members wait, and that their partners have not called."""
+    # Of a chain of members that wait for each other, only those for members that do not wait themselves.
     known = {names.index(worker): each.transfers for worker, each in members.items() if each.transfers is not None}
     counts = {(one.is_send, rank, one.peer, one.tag): one.count for rank, told in known.items() for one in told}
     found = []

@@ -43,10 +43,7 @@ def default_count(gpu_ids: Sequence[int] | None, backend: str | None) -> int:
 
 
 def rpc_arguments(options: RpcBackendOptions | None) -> dict[str, Any]:
-    """Return the options that differ from the defaults, as arguments of `RpcBackendOptions` that JSON can hold.
-
-    Raises UsageError for an option that a cluster sets itself, TypeError for options of another class.
-    """
+    """Return the options that differ from the defaults, as arguments of `RpcBackendOptions` that JSON can hold."""
     if options is None:
         return {}
     if not isinstance(options, RpcBackendOptions):
@@ -209,10 +206,7 @@ class Spec:
 
     @classmethod
     def of(cls, arguments: Mapping[str, Any]) -> Spec:
-        """Return the checked description from the arguments of `Cluster`, by name; names that it lacks are ignored.
-
-        Raises UsageError and TypeError as `Cluster` does.
-        """
+        """Return the checked description from the arguments of `Cluster`, by name; others are ignored."""
         given = {each.name: arguments[each.name] for each in fields(cls) if each.name in arguments}
         if (gpus := given.get("gpu_ids")) is not None:
             given["gpu_ids"] = gpus = tuple(gpus)
@@ -297,10 +291,7 @@ class Spec:
         return self.__dict__ | {"timeout": 0} == other.__dict__ | {"timeout": 0}
 
     def devices(self) -> list[tuple[str, int | None]]:
-        """Return, for each rank, the device as the worker's torch calls it, and the GPU's number as the user knows it.
-
-        Raises UsageError if a GPU does not exist here, or if there are too few for nccl.
-        """
+        """Return for each rank the device, as the worker's torch calls it, and the GPU's number, as users know it."""
         if self.is_remote:  # the launchers find the devices
             return [("cpu", None)] * self.count
         there = torch.cuda.device_count() if self.backend != "gloo" or self.gpu_ids is not None else 0

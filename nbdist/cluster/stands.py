@@ -25,10 +25,7 @@ class Position(NamedTuple):
     memory: int = 0
     """Bytes that the process has in memory, shared ones included; 0 if the system does not tell."""
     in_collective: bool | None = False
-    """True if the process is in a collective, as far as torch's flight recorder tells; it may have ended just now.
-
-    None if the user has switched the recorder off.
-    """
+    """True in a collective, or just after one, as far as torch's flight recorder tells; None if that is off."""
 
 
 class Stands:
@@ -77,11 +74,8 @@ class Stands:
         self._since.pop(worker, None)
 
     def say(self, running: Sequence[str], ended: Mapping[str, bool], held: Mapping[str, str], now: float) -> str:
-        """Return the line to show at the time ``now``; empty if none should be shown.
-
-        ``held`` says in words what keeps workers from the cell. ``ended`` has the workers that have ended the cell:
-        True for a worker that failed.
-        """
+        """Return the line to show at the time ``now``; empty if none should be shown."""
+        # ``held`` says in words what keeps workers from the cell; ``ended`` is True for those that ended it by failing.
         waiting = [worker for worker in running if worker in self._since and worker not in held]
         mute = [
             worker for worker in running if worker not in held and now - self._silent.get(worker, now) >= self._after

@@ -24,11 +24,8 @@ _SHOWN_ARGUMENTS = ("src", "dst", "group_src", "group_dst", "to")
 
 
 def place() -> Position | None:
-    """Return the `Position` of this process's main thread; None if it runs no user code.
-
-    A position is the instruction, the processor time used so far, and the call and line of the user's code. Runs by RPC
-    on the worker, in another thread, which can do so as long as the main thread releases the GIL.
-    """
+    """Return the `Position` of this process's main thread; None if it runs no user code. Runs by RPC."""
+    # In another thread, which can do so as long as the main thread releases the GIL.
     ident = threading.main_thread().ident or 0
     innermost = thread_frames().get(ident)
     found = say_place(innermost)
@@ -39,10 +36,7 @@ def place() -> Position | None:
 
 
 def say_place(innermost: FrameType | None) -> tuple[str, str] | None:
-    """Return the call that the user's code is in and its place, such as ``dist.recv(src=0)`` and ``In[3]:2``.
-
-    ``innermost`` is a thread's innermost frame. Returns None if the thread runs no user code.
-    """
+    """Return the call that the user's code is in and its place, such as ``dist.recv(src=0)`` and ``In[3]:2``."""
     # All frames at once: those of a thread that runs on have no caller any more.
     return _find([(frame, line_number(frame)) for frame in outwards(innermost)])
 
@@ -53,12 +47,9 @@ def say_where(tb: TracebackType | None) -> str:
 
 
 def _find(frames: Iterable[tuple[FrameType, int]]) -> tuple[str, str] | None:
-    """Return the call and the place of the user's code, as `say_place` does, from frames and line numbers.
-
-    Returns None if there is no frame of the user's. ``frames`` begins with the innermost. Between the wait and the
-    user's line are frames of torch, nbdist or Python. The outermost of these that is no wrapper is the function that
-    the user called.
-    """
+    """Return the call and the place of the user's code, as `say_place` does, from frames, the innermost first."""
+    # Between the wait and the user's line are frames of torch, nbdist or Python. The outermost of these that is no
+    # wrapper is the function that the user called.
     called = ""
     for frame, number in frames:
         file = frame.f_code.co_filename

@@ -107,11 +107,7 @@ class WorkerChanges:
                 self._growth.look_soon()  # keepers that came meanwhile
 
     def replace(self, name: str, incarnation: int, because: str) -> None:
-        """Restart the worker called ``name`` for the reason ``because``, which the errors of its cells then say.
-
-        Waits until it is ready. Does nothing if the worker's agent has not this ``incarnation`` any more, or after
-        `close`.
-        """
+        """Restart the worker called ``name`` for the reason ``because``, which the errors of its cells then say."""
         with self._alone():
             found = [each for each in self._team.workers if (each.name, each.incarnation) == (name, incarnation)]
             if not found or self._is_closed:

@@ -113,10 +113,7 @@ class Invitations:
         self.check(token, now, workers).left -= workers
 
     def try_out(self, token: str, now: float, nbytes: int) -> None:
-        """Count bytes that a trial with a token moves, and take no use.
-
-        Raises SecurityError, with the reason, if the token is not valid, or has moved too much within a minute.
-        """
+        """Count bytes that a trial with a token moves, and take no use; raises SecurityError if they are too many."""
         grant = self.check(token, now, 1)
         if not grant.tried_since <= now < grant.tried_since + _TRIED_SECONDS:
             grant.tried_since, grant.tried = now, 0
@@ -134,10 +131,7 @@ class Invitations:
                 grant.left += workers
 
     def check(self, token: str, now: float, workers: int) -> _Grant:
-        """Return the grant of a token, without taking a use.
-
-        Raises SecurityError, with the reason, if ``workers`` workers may not join with the token now.
-        """
+        """Return the grant of a token, without a use; raises SecurityError if ``workers`` workers may not join now."""
         # Anybody may send tokens, so a comparison must not take longer for a better guess.
         grants = [grant for grant in self._grants if hmac.compare_digest(grant.token.encode(), token.encode())]
         if not grants:

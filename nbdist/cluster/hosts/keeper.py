@@ -185,11 +185,8 @@ class Keeper:
         self._launcher.preload(modules).result()
 
     def start(self, encoded: str, connection: Mapping[str, Any], environment: Mapping[str, str]) -> StartedWorker:
-        """Start a worker here, and the relay that passes messages between its kernel and the notebook.
-
-        ``encoded`` is the worker's setup, as `WorkerSetup.encode` returns it. ``connection`` is the content of the
-        kernel's connection file on the notebook's host.
-        """
+        """Start a worker here, and the relay that passes messages between its kernel and the notebook."""
+        # ``connection`` is the content of the kernel's connection file on the notebook's host.
         setup, folder = WorkerSetup.decode(encoded), self._launcher.folder
         with self._lock:
             if setup.name not in self._given:
@@ -242,10 +239,7 @@ class Keeper:
                 self._given.pop(name, None)
 
     def _on_end(self, name: str, how: int | str) -> None:
-        """Tell the notebook that a worker has ended, and its last words, after its last output.
-
-        The launcher calls this in its thread, so another thread waits until the last output has passed.
-        """
+        """Tell the notebook that a worker has ended, and its last words, after its last output."""
         with self._lock:
             relay = self._relays.pop(name, None)
 
@@ -256,6 +250,7 @@ class Keeper:
             if relay is not None:
                 relay.close()
 
+        # The launcher calls this in its own thread, so another one waits until the last output has passed.
         threading.Thread(target=tell, name="nbdist-ending", daemon=True).start()
 
     def signal(self, name: str, number: int) -> None:

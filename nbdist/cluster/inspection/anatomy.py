@@ -92,10 +92,8 @@ def _describe_step(of: Any, holder: Any, number: int, before: Any, value: Any, a
 
 
 def contents_of(value: Any, nodes: int = 0) -> str:
-    """Return what a value holds, to be written behind its type: " of 12: 8 Tensor, 4 int", " with its graph (5 nodes)".
-
-    ``nodes`` is the number of graph nodes that the value leads to, if they were counted. For a number, returns it.
-    """
+    """Return what a value holds, to be written behind its type, such as " of 12: 8 Tensor, 4 int"; a number itself."""
+    # ``nodes`` is the number of graph nodes that the value leads to, if they were counted.
     told, graphs, base = "", " with graphs" if nodes else "", _base_of(value)
     if inert.is_a(value, torch.Tensor) and inert.tensor_fact(value, "grad_fn") is not None:
         graphs = " with its graph"

@@ -121,10 +121,8 @@ class Census:
     """Kinds by the ``id`` of their class: to hash the class itself could call code of its metaclass."""
 
     def skip(self, values: Iterable[object]) -> None:
-        """Exclude these objects from all walks, because they lead to everything else, as the user's namespace does.
-
-        Call it before the first walk, because objects that have been visited stay counted.
-        """
+        """Exclude these objects from all walks, because they lead to everything else, as the user's namespace does."""
+        # Before the first walk: objects that have been visited stay counted.
         self.seen.update(map(id, values))
 
     def kind_of(self, cls: type) -> _Kind:
@@ -134,19 +132,12 @@ class Census:
         return kind
 
     def put(self, category: str, places: dict[Place, int]) -> None:
-        """Count buffers for a category without a walk: ``places`` has their bytes, by device and address.
-
-        A buffer that was counted before keeps its bytes and its category.
-        """
+        """Count buffers for a category without a walk: ``places`` has their bytes, by device and address."""
         for place, nbytes in places.items():
             self.buffers.setdefault(place, _Buffer(nbytes, category))
 
     def amounts(self, regions: Regions) -> dict[str, Amount]:
-        """Return the counted bytes of each category, split by where they are: see `Amount`.
-
-        Bytes of buffers that are not in memory (never written to, or swapped out) are in `Amount.absent`. ``regions``
-        says which addresses are shared memory.
-        """
+        """Return the counted bytes of each category, split by where they are: see `Amount`."""
         found: dict[str, Amount] = {}
         for (device, address), buffer in self.buffers.items():
             amount = found.setdefault(buffer.category, Amount())
@@ -174,11 +165,9 @@ class _Level:
     """The bytes that the walk had counted when it came to the holder."""
     step: Step = (None, -1, None, None)
     """The step to the object that was visited last."""
+    # A chain and no list, because a path may be thousands of steps long.
     heaviest: tuple[int, Any, Any] = (0, None, None)
-    """The part that takes the most bytes: these, the step to it, and the heaviest part of that part in the same form.
-
-    A chain and no list, because a path may be thousands of steps long.
-    """
+    """The part that takes the most bytes: these, the step to it, and the heaviest part of that part in this form."""
 
 
 class CensusWalk:
@@ -214,11 +203,7 @@ class CensusWalk:
         return not self._stack
 
     def go(self, count: int) -> int:
-        """Visit up to ``count`` more objects; return how many were visited.
-
-        Call it until `done`, or stop early; the remaining objects are then not counted. If another thread changes a
-        container meanwhile, the walk leaves that container, and sets `is_partial`.
-        """
+        """Visit up to ``count`` more objects, until the walk is `done`; return how many were visited."""
         before = self.count
         with no_torch_function():
             while self._stack and self.count - before < count:
@@ -247,10 +232,8 @@ class CensusWalk:
             return anatomy.contents_of(self._root, self.nodes)
 
     def main_part(self) -> str:
-        """Return where in the value more than half of its bytes are, and what is there; "" if they are spread.
-
-        Call it when the walk is `done`.
-        """
+        """Return where in the value more than half of its bytes are, and what is there; "" if they are spread."""
+        # Once the walk is `done`: before, the levels on the stack are not among the parts.
         steps, part = list[Step](), self._bottom.heaviest[2]
         while part is not None and 2 * part[0] > self.nbytes + self.gpu:
             steps.append(part[1])
@@ -321,10 +304,7 @@ class CensusWalk:
         return chain(referents, self._graph(node)) if node is not None else iter(referents)
 
     def _graph(self, node: Any) -> Iterator[Any]:
-        """Yield the nodes of an autograd graph, from ``node`` on, and the values that they have saved for backward.
-
-        Nodes that a walk of the same census has visited are skipped.
-        """
+        """Yield the nodes of an autograd graph, from ``node`` on, and the values that they have saved for backward."""
         nodes, pending = self._census.nodes, [node]
         while pending:
             node = pending.pop()
@@ -349,14 +329,11 @@ class CensusWalk:
     # -- counting -------------------------------------------------------------------------------
 
     def _buffer(self, place: Place, nbytes: int, *, is_root: bool = False) -> None:
-        """Count a buffer for the category of this walk, unless it was counted before.
-
-        ``place`` is the buffer's device and address. ``is_root`` says that the walk began at the buffer's tensor: if
-        the buffer was counted for the contexts, it moves to the category of the walk, because the user knows the tensor
-        by its reference or variable.
-        """
+        """Count a buffer for the category of this walk, unless it was counted before."""
         self._note_watched(place)
         known = self._census.buffers.get(place)
+        # If it was counted for the contexts, and the walk began at its tensor, it moves to the category of the walk:
+        # the user knows the tensor by its reference or variable.
         if known is not None and not (is_root and known.category == "contexts"):
             return
         self._census.buffers[place] = _Buffer(nbytes, self._category)

@@ -88,19 +88,12 @@ def flatten(value: Any, path: str = "", inside: frozenset[int] = frozenset()) ->
 
 
 def prints(rref: RRef[Any]) -> list[Print]:
-    """Return a fingerprint of each part of a value: its path, its kind and a SHA-256. Called on the value's owner.
-
-    `part_of` returns one of the parts by its path.
-    """
+    """Return a fingerprint of each part of a value: its path, its kind and a SHA-256. Called on the owner."""
     return [_fingerprint(path, part) for path, part in flatten(rref.local_value())]
 
 
 def _fingerprint(path: str, part: Any) -> Print:
-    """Return the fingerprint of one part: ``path``, the kind (type, dtype, shape), and a SHA-256 of its pickle.
-
-    A tensor is hashed by its numbers, a set by the sorted ``repr`` of its items, and a part that cannot be pickled by
-    its ``repr``.
-    """
+    """Return the fingerprint of one part: ``path``, the kind (type, dtype, shape), and a SHA-256 of its pickle."""
     if isinstance(part, torch.Tensor):
         kind = f"{str(part.dtype).removeprefix('torch.')}{tuple(part.shape)}"
         with torch.no_grad():
@@ -122,10 +115,7 @@ def _fingerprint(path: str, part: Any) -> Print:
 
 
 def _tensor_digest(tensor: torch.Tensor) -> str:
-    """Return the SHA-256 of a tensor's numbers, without its dtype and shape.
-
-    The tensor is copied to the CPU as a whole, and hashed in pieces.
-    """
+    """Return the SHA-256 of a tensor's numbers, without its dtype and shape."""
     digest = hashlib.sha256()
     flat = _flattened(tensor)
     for start in range(0, flat.numel(), _NUMBERS_AT_A_TIME):
@@ -155,10 +145,7 @@ def _flattened(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def part_of(rref: RRef[Any], path: str) -> Any:
-    """Return one part of a value: a tensor on the CPU, an integer, anything else as text. Called on the value's owner.
-
-    Returns None if the value has no such part any more.
-    """
+    """Return one part of a value, or None, on its owner: a tensor on the CPU, an integer, anything else as text."""
     for known, part in flatten(rref.local_value()):
         if known == path:
             return _local(part).cpu() if isinstance(part, torch.Tensor) else part if type(part) is int else _shown(part)
@@ -196,10 +183,8 @@ def compare(one: Any, other: Any) -> str:
 
 
 def _widest_gap(a: torch.Tensor, b: torch.Tensor) -> int:
-    """Return the largest distance of two integers at the same place of two tensors.
-
-    float64 cannot tell 2**60 from 2**60 + 1. A distance may be too large for int64: it is computed modulo 2**64.
-    """
+    """Return the largest distance of two integers at the same place of two tensors."""
+    # float64 cannot tell 2**60 from 2**60 + 1. A distance may be too large for int64: it is computed modulo 2**64.
     least = torch.iinfo(torch.int64).min
     # The sign bit flipped, a uint64 keeps its order as an int64, and so does a distance.
     one, other = (
@@ -250,11 +235,7 @@ def _groupings(held: Mapping[str, Print | None]) -> Iterator[list[list[str]]]:
 def _difference_in_words(
     rrefs: Mapping[str, RRef[Any]], path: str, held: Mapping[str, Print | None], others: list[str], workers: list[str]
 ) -> str:
-    """Return in words how the part at ``path`` on ``workers`` differs from the same part on the workers ``others``.
-
-    ``held`` has the fingerprints by worker. Only a part of one kind on both is fetched, by a call to the first worker
-    of each; errors of these calls are raised.
-    """
+    """Return in words how the part at ``path`` on ``workers`` differs from the same part on the workers ``others``."""
     one, other = held[others[0]], held[workers[0]]
     if one is None or other is None:
         return "it is missing" if other is None else f"it is missing on {say_names(others)}"

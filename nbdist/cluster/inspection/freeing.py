@@ -38,10 +38,8 @@ def free() -> Holdings:
 
 
 def _forget(ids: set[GlobalId]) -> None:
-    """Remove these values from `Out`, `_` and tracebacks. Called in each process; does nothing without a shell.
-
-    References are dropped as well as values: a reference in `Out` on one worker keeps a value on another.
-    """
+    """Remove these values from `Out`, `_` and tracebacks. Called in each process; does nothing without a shell."""
+    # References as well as values: a reference in `Out` on one worker keeps a value on another.
     agent, of = current_agent(), shell()
     if of is None:
         return
@@ -61,10 +59,7 @@ def _forget(ids: set[GlobalId]) -> None:
 
 
 def _drop_shown(of: Any, roots: Roots, names: set[str]) -> None:
-    """Drop the results of cells with these names, such as ``Out[3]``, under every name that the shell gave them.
-
-    ``of`` is the IPython shell, and ``roots`` the places where it keeps results. Names that do not exist are skipped.
-    """
+    """Drop the results of cells with these names, such as ``Out[3]``, under every name that the shell gave them."""
     gone = [roots.out.pop(number) for number in list(roots.out) if f"Out[{number}]" in names]
     own = [(space, name) for space in roots.variables for name in list(space) if pins.variable(name).kind == "out"]
     gone += [space[name] for space, name in own if pins.variable(name).name in names]
@@ -78,10 +73,7 @@ def _drop_shown(of: Any, roots: Roots, names: set[str]) -> None:
 
 
 def _drop_errors(of: Any) -> None:
-    """Drop the errors that the shell ``of`` keeps for `%debug` and `%tb`, which then have no error to show.
-
-    An error that a variable of the user's holds keeps its traceback.
-    """
+    """Drop the errors that the shell ``of`` keeps for `%debug` and `%tb`, which then have no error to show."""
     for name in ("last_type", "last_value", "last_traceback", "last_exc"):
         if hasattr(sys, name):
             delattr(sys, name)

@@ -195,11 +195,7 @@ def _owners_list_more(reports: dict[str, MemoryReport]) -> bool:
 
 
 def ask_all(what: Callable[[], Any]) -> tuple[dict[str, Any], list[str]]:
-    """Call a function on all other agents and here; return the results by name, and the names that did not answer.
-
-    Waits `_REPORT_WITHIN` seconds at most for the others. The calls are not recorded in any context. An agent whose
-    function fails counts as one that did not answer.
-    """
+    """Call a function on all other agents and here; return the results by name, and the names that did not answer."""
     agent = current_agent()
     names = [member.name for member in agent.members()]
     others = [name for name in names if name != agent.me.name]
@@ -218,15 +214,13 @@ def _tell_owners() -> None:
 
 
 def _report() -> MemoryReport:
-    """Return the report that this worker sends to `collect`, which must not keep the values alive. Runs by RPC.
-
-    Contexts are counted first, then values, then variables: a buffer that several of them hold counts for the first.
-    But the buffer of a tensor that is itself a value or variable does not count for a context.
-    """
+    """Return the report that this worker sends to `collect`, which must not keep the values alive. Runs by RPC."""
     agent = current_agent()
     roots = roots_of(agent)
     census = Census()
     census.skip([*roots.variables, roots.out])
+    # In this order: a buffer that several of them hold counts for the first. But the buffer of a tensor that is itself
+    # a value or variable does not count for a context.
     contexts, kept = [], {}
     for context in recorder().contexts.all():  # 1. what each context keeps
         found = kept[context.id] = kept_by(context)
@@ -268,10 +262,7 @@ class _Value(NamedTuple):
 
 
 def _values(agent: Agent, census: Census) -> list[_Value]:
-    """Count the memory of the values that this worker owns and that have references; return a `_Value` for each.
-
-    Visits about `_MOST_OBJECTS` objects at most in all of them; a value that was not visited as a whole is partial.
-    """
+    """Count the memory of the values that this worker owns and that have references; return a `_Value` for each."""
     found, left = [], _MOST_OBJECTS
     for id_, promise, holders in agent.owned():
         users = [agent.name_of(holder) for holder in holders]
@@ -284,11 +275,7 @@ def _values(agent: Agent, census: Census) -> list[_Value]:
 def _count_value(
     id_: GlobalId, promise: Promise[Any], users: list[str], agent: Agent, census: Census, most: int
 ) -> tuple[_Value, int]:
-    """Count one value; return its `_Value`, and how many objects were visited.
-
-    A value that has not been computed counts nothing; an error is described, and its objects are not visited. ``users``
-    are the names of the workers that refer to the value. ``most`` limits the objects visited.
-    """
+    """Count one value; return its `_Value`, and how many objects were visited, ``most`` at most."""
     if not promise.done():
         return _Value(Owned(id_, users, None)), 0
     if promise.exception() is not None:  # described when it was raised: its `str` would call the user's code
@@ -308,11 +295,9 @@ def _count_value(
 
 
 def _watch(census: Census, values: list[_Value]) -> list[int]:
-    """Make the census note which variables lead to these values; return a number for each value.
-
-    A later walk that meets the object of a value, or a tensor's buffer, has the value's number in `CensusWalk.met`. Two
-    references to one object share a number.
-    """
+    """Make the census note which variables lead to these values; return a number for each value."""
+    # A later walk that meets the object of a value, or a tensor's buffer, has this number in `CensusWalk.met`. Two
+    # references to one object share a number.
     numbers = []
     for number, value in enumerate(values):
         if value.key:

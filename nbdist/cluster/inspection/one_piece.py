@@ -64,10 +64,7 @@ class OnePiece:
         self.kept[what] = module, parts if self._room >= 0 else None
 
     def compare(self, worker: str, what: str, parts: dict[str, Any], training: bool | None, is_sharded: bool) -> str:
-        """Return in words how a worker's value differs from the one here; "" if it does not, or was not kept.
-
-        ``training`` is the mode of the worker's module. If the model ``is_sharded``, an output may be a slice.
-        """
+        """Return in words how a worker's value differs from the one here; "" if it does not, or was not kept."""
         self.seen.add((worker, what))
         module, own = self.kept.get(what, (None, {}))
         if own is not None and own.keys() != parts.keys():
@@ -78,6 +75,7 @@ class OnePiece:
             return "" if own in (None, parts) else f"{parts['']} instead of {own['']}"
         calls = 1 + list(self.kept).index(what) if what.startswith(("the output", "the value")) else 0
         for path, part in parts.items():
+            # If the model is sharded, an output may be a slice.
             one = nearest_slice(own[path], part) if is_sharded and calls else _whole(own[path])
             # What is float32 may have been computed from bfloat16, as under autocast.
             eps = self._eps[worker] = max(self._eps.get(worker, 0.0), eps_of(one), eps_of(part))
@@ -109,10 +107,7 @@ def _parts(value: Any) -> dict[str, Any]:
 
 
 def first_deviation(run: Any, names: list[str], notebook: str, step: str) -> Deviation:
-    """Observe a step on this worker, and have the agent ``notebook`` compare it. Runs in a cell, which made ``run``.
-
-    ``names`` are the variables, among those of ``run``, that hold the models.
-    """
+    """Observe a step on this worker, and have the agent ``notebook`` compare it. Runs in a cell, which made ``run``."""
     agent, began = current_agent(), time.time_ns()
     found, models = Deviation(agent.me.name), {name: eval(name, run.__globals__) for name in names}
     is_sharded = any(hasattr(each, "full_tensor") for model in models.values() for each in model.parameters())

@@ -71,10 +71,8 @@ class Roots:
 def find(objects: Sequence[object], roots: Roots) -> list[list[Pin]]:
     """Return, for each object, the pins (names or other reasons) that keep it alive.
 
-    Walks back along the references to the objects, level by level. A holder that is one of ``roots``, or a module's
-    variables, gives a pin; any other holder belongs to the next level. Ends after `_MOST_STEPS` levels, or before a
-    level of more than `_MOST_OBJECTS` objects, so the list may be incomplete. The search's own containers refer to the
-    objects, too, and are skipped.
+    Ends after `_MOST_STEPS` levels of holders, or before a level of more than `_MOST_OBJECTS` objects, so the list may
+    be incomplete.
     """
     found: list[set[Pin]] = [set() for _ in objects]
     reached: dict[int, set[int]] = {}
@@ -85,6 +83,7 @@ def find(objects: Sequence[object], roots: Roots) -> list[list[Pin]]:
         reached.setdefault(id(each), set()).add(number)
         level[id(each)] = each, reached[id(each)]
     namespaces = {id(space): name_of(space) for space in map(namespace_of, list(sys.modules.values())) if space}
+    # The search's own containers refer to the objects, too.
     passed = {id(each) for each in (reached, level, found, namespaces, objects, roots.named, roots.tracebacks)}
     passed |= {id(sys._getframe()), *(id(pair) for pair in level.values()), *map(id, objects)}
     for depth in range(_MOST_STEPS):
@@ -123,15 +122,13 @@ def _holders(objects: dict[int, object]) -> Iterator[tuple[object, set[int]]]:
 
 
 def told(pins: set[Pin]) -> list[Pin]:
-    """Return the pins of an object that a user needs to see, sorted.
-
-    If a variable holds the object itself, the list does not say again that the variable contains it. A pin that says
-    where in a variable the object is replaces one that does not. If an entry of `Out` or a traceback is listed, `_`
-    is left out.
-    """
+    """Return the pins of an object that a user needs to see, sorted."""
+    # A variable that holds the object itself is not said again to contain it. A pin that says where in a variable the
+    # object is replaces one that does not.
     in_order = sorted(pins, key=lambda pin: (not pin.within, pin.path))
     found = set({(pin.kind, pin.name): pin for pin in in_order}.values())
     numbered = {pin for pin in found if pin.kind == "out" and pin.name.startswith("Out[")}
+    # Beside an entry of `Out` or a traceback, `_` is left out.
     better = numbered or any(pin.kind == "traceback" for pin in found)
     return sorted(pin for pin in found if pin.kind != "out" or pin in numbered or not better)
 
@@ -139,12 +136,9 @@ def told(pins: set[Pin]) -> list[Pin]:
 def _pins(
     holder: object, inner: Collection[int], roots: Roots, namespaces: Mapping[int, str], *, within: bool
 ) -> tuple[list[tuple[int, Pin]], bool]:
-    """Return the pins that a holder gives, and whether the search continues with what refers to the holder.
-
-    ``inner`` has the ids of the objects that the holder refers to, ``namespaces`` the names of modules by the id of
-    their variables. ``within`` is true if these objects only contain the object that is searched for. Each pin comes
-    with the ``id`` of the object that it holds, or 0 for all of ``inner``.
-    """
+    """Return the pins that a holder gives, and whether the search continues with what refers to the holder."""
+    # Each pin comes with the ``id`` of the object that it holds, or 0 for all of ``inner``. ``within`` is true if these
+    # only contain the object that is searched for.
     for namespace in roots.variables:
         if holder is namespace:
             names = _variables_among(namespace, inner)
@@ -190,10 +184,8 @@ _namespace: Callable[[Any], dict[str, Any]] = _module.__dict__["__dict__"].__get
 
 
 def variable(name: str, within: bool = False) -> Pin:
-    """Return the `Pin` that names a variable. `_`, `__`, `___` and `_12` are the shell's names for results of cells.
-
-    ``within`` says that the object is inside of the variable's value, such as an item of a list.
-    """
+    """Return the `Pin` that names a variable; ``within`` says that the object is inside of the variable's value."""
+    # `_`, `__`, `___` and `_12` are the shell's names for results of cells.
     if not name.strip("_") or (name.startswith("_") and name[1:].isdecimal()):
         number = name.strip("_")
         return Pin("out", f"Out[{number}]" if number else name, within)

@@ -25,39 +25,28 @@ _SHELL = Pin("other", "the shell")
 
 
 def shell() -> Any:
-    """Return the IPython shell of this process; None if IPython is not loaded or runs no shell.
-
-    A script and a zygote have none.
-    """
+    """Return the IPython shell of this process; None if IPython is not loaded or runs no shell."""
     interactive = sys.modules.get("IPython")
     return interactive.get_ipython() if interactive is not None else None
 
 
 def results(of: Any) -> list[Any]:
-    """Return the records that a shell keeps of the last cells: `ExecutionResult` objects, with values and errors.
-
-    IPython keeps them in several private places, so they are looked for among all objects. Empty if ``of`` is None.
-    """
+    """Return the records that a shell keeps of the last cells: `ExecutionResult` objects, with values and errors."""
     if of is None:
         return []
+    # Among all objects, as IPython keeps them in several private places.
     kind = getattr(sys.modules.get("IPython.core.interactiveshell"), "ExecutionResult", None)
     return [each for each in gc.get_objects() if type(each) is kind]
 
 
 def references(agent: Agent) -> list[RRef[Any]]:
-    """Return the references of an agent that exist in this process and have not been released.
-
-    They are looked for among all objects that Python's garbage collector knows, so that no list has to be kept of them.
-    """
+    """Return the references of an agent that exist in this process and have not been released."""
+    # Among all objects, so that no list of them has to be kept.
     return [each for each in gc.get_objects() if type(each) is RRef and each.is_held_for(agent.references)]
 
 
 def roots_of(agent: Agent) -> Roots:
-    """Return the places where this process keeps objects that its user knows: namespaces, `Out`, and the last errors.
-
-    `nbdist.cluster.inspection.pins.find` ends its search there. Without a shell, only the variables of `__main__` and
-    the errors of `sys` count.
-    """
+    """Return the places where this process keeps objects that its user knows: namespaces, `Out`, the last errors."""
     of = shell()
     finished = results(of)
     errors = [getattr(sys, "last_value", None), getattr(sys, "last_exc", None)]
@@ -75,13 +64,11 @@ def roots_of(agent: Agent) -> Roots:
 
 
 def names_by_value(roots: Roots) -> dict[int, set[str]]:
-    """Return the names of the user's variables by the ``id`` of their values, without numbers and texts.
-
-    Equal numbers and texts may be one object by chance.
-    """
+    """Return the names of the user's variables by the ``id`` of their values, without numbers and texts."""
     found: dict[int, set[str]] = {}
     for namespace in roots.variables:
         for name, value in list(dict.items(namespace)):
+            # Equal numbers and texts may be one object by chance.
             if type(name) is str and value is not None and not inert.is_a(value, int, float, str, bytes):
                 found.setdefault(id(value), set()).add(name)
     return found
@@ -97,10 +84,7 @@ class NamedValue(NamedTuple):
 
 
 def named_values(roots: Roots) -> list[NamedValue]:
-    """Return the values of the user's variables and modules, the results of cells, and the values that tracebacks hold.
-
-    Variables that the shell and nbdist have put into the namespace are left out. A value with several names comes once.
-    """
+    """Return the values of the user's variables and modules, and those of cells and tracebacks, each once."""
     found: dict[int, NamedValue] = {}
     for name, value in _variables(roots):
         if inert.is_a(value, int, float, str, bytes) or value is None:

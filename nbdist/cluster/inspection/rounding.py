@@ -30,10 +30,7 @@ def eps_of(tensor: torch.Tensor) -> float:
 
 
 def difference(one: torch.Tensor, other: torch.Tensor, calls: int, terms: int, eps: float, *, exact: bool) -> str:
-    """Return in words how ``other`` differs from ``one``; "" if rounding explains it. Both are dense and on the CPU.
-
-    With ``exact``, and for integers, each bit counts.
-    """
+    """Return in words how ``other`` differs from ``one``, both dense and on the CPU; "" if rounding explains it."""
     is_rounded = not exact and eps_of(one) > 0 and eps_of(other) > 0
     if one.shape != other.shape or (one.dtype != other.dtype and not is_rounded):
         return f"{kind_of(other)} instead of {kind_of(one)}"
@@ -51,10 +48,8 @@ def difference(one: torch.Tensor, other: torch.Tensor, calls: int, terms: int, e
 
 
 def nearest_slice(one: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
-    """Return the slice of ``one`` that has the shape of ``part`` and is nearest to it; ``one`` if there is none.
-
-    A worker of a tensor-parallel model may hold a slice along one dimension, such as between two of its layers.
-    """
+    """Return the slice of ``one`` that has the shape of ``part`` and is nearest to it; ``one`` if there is none."""
+    # A worker of a tensor-parallel model may hold a slice along one dimension, such as between two of its layers.
     odd = [at for at, (size, own) in enumerate(zip(one.shape, part.shape, strict=False)) if size != own]
     if one.dim() != part.dim() or len(odd) != 1 or not 0 < (size := part.shape[odd[0]]) < one.shape[odd[0]]:
         return one

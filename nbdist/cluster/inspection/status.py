@@ -81,10 +81,7 @@ def collect(cluster: Cluster) -> Status:
 
 
 def _read(probes: Mapping[str, Future[Probe]], busy: Collection[str]) -> dict[str, StatusReport]:
-    """Return a report on each of these workers, by name, from its host, because the worker has not answered a call.
-
-    ``busy`` are those that run a cell. Waits for less than a second. A worker whose host does not answer is missing.
-    """
+    """Return a report on each of these workers, by name, from its host: the worker has not answered a call."""
     deadline = time.monotonic() + 2 * ANSWER_WITHIN
     found = {}
     for name, answer in probes.items():
@@ -97,10 +94,7 @@ def _read(probes: Mapping[str, Future[Probe]], busy: Collection[str]) -> dict[st
 
 
 def _status(worker: Worker, report: StatusReport) -> WorkerStatus:
-    """Join a worker's report with the facts that the notebook knows about the worker.
-
-    The pid of a worker that has died is None.
-    """
+    """Join a worker's report with the facts that the notebook knows about the worker."""
     cell = worker.present_cell
     runs = report.doing
     if cell is not None:

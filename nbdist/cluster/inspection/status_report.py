@@ -43,10 +43,7 @@ class StatusReport(NamedTuple):
 
 
 def make_report() -> StatusReport:
-    """Make this worker's report. Called on the worker, in a thread of its agent.
-
-    A worker without an agent, which is still starting, reports no calls.
-    """
+    """Make this worker's report. Called on the worker, in a thread of its agent."""
     process = StatusReport(0, memory=own_bytes(), cpu_seconds=time.process_time())
     if (agent := active_agent()) is None:
         return process
@@ -83,10 +80,7 @@ def gpu_memory() -> int | None:
 
 
 def gpu_busy() -> int | None:
-    """Return the percentage of the last moment in which the worker's GPU computed, for any process.
-
-    None without a GPU, before the worker has used it, without the package nvidia-ml-py, and if the GPU does not tell.
-    """
+    """Return the percentage of the last moment in which the worker's GPU computed, for any process; None if unknown."""
     cuda, agent = sys.modules.get("torch.cuda"), active_agent()
     if cuda is None or not cuda.is_initialized() or agent is None or not agent.me.device.startswith("cuda"):
         return None
@@ -97,10 +91,7 @@ def gpu_busy() -> int | None:
 
 
 def _users_line() -> str:
-    """Return the line of the user's code that some thread runs; "" if no thread runs any.
-
-    It is the main thread's line if that thread runs any. The calling thread is skipped.
-    """
+    """Return the line of the user's code that some thread runs, the main thread's if it runs any; "" if none does."""
     frames = thread_frames()
     del frames[threading.get_ident()]
     main = threading.main_thread().ident

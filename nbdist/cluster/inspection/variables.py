@@ -49,9 +49,8 @@ class Variable(msgspec.Struct, frozen=True):
 def count(census: Census, named: list[NamedValue]) -> tuple[list[Variable], dict[int, list[Pin]]]:
     """Count the memory that these values hold; return a row for each value that holds any, the largest first.
 
-    Visits `_OBJECTS_A_TURN` objects of one value, then of the next, round and round, until all are visited or
-    `MOST_OBJECTS` were. The second result has, for each object that `Census.watched` numbers and that was met, the
-    names of the values that lead to it, by that number.
+    The second result has, for each object that `Census.watched` numbers and that was met, the names of the values that
+    lead to it, by that number.
     """
     # Without a name, a walk describes no paths: they would begin at a list that this module has made.
     names = ["" if each.kind == "traceback" else each.names[0] for each in named]

@@ -70,19 +70,14 @@ def encode(
     metadata: Mapping[str, Any] | bytes = b"{}",
     buffers: Sequence[Any] = (),
 ) -> list[Any]:
-    """Return a message as frames, signed with ``key``; ``parent`` is the header of the message that caused this one.
-
-    ``content`` and ``metadata`` may be JSON already, as bytes, so that a message to many kernels is packed once.
-    """
+    """Return a message as frames, signed with ``key``; ``parent`` is the header of the message that caused it."""
+    # Bytes are JSON already: a message to many kernels is packed once.
     parts = [each if isinstance(each, bytes) else pack(each) for each in (header, parent or {}, metadata, content)]
     return [_DELIMITER, _sign(key, parts), *parts, *buffers]
 
 
 def decode(key: bytes, frames: Sequence[bytes]) -> dict[str, Any]:
-    """Return the message in these frames as a dict, in the layout of `jupyter_client`.
-
-    Raises ProtocolError if the message is not signed with ``key``, or is not a complete Jupyter message.
-    """
+    """Return the message in these frames as a dict, in the layout of `jupyter_client`; raises ProtocolError."""
     try:
         start = frames.index(_DELIMITER)  # a topic may stand before it
         signature, *parts = frames[start + 1 : start + 6]

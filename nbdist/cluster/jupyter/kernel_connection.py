@@ -81,10 +81,7 @@ class KernelThread:
         return threading.current_thread() is self._thread
 
     def close(self) -> None:
-        """Cancel the loop's tasks and close all sockets, within 2 s; then end the thread, within another 2 s.
-
-        Another thread must call this.
-        """
+        """Cancel the loop's tasks and close all sockets, within 2 s; then end the thread. For another thread."""
 
         async def cancel_all() -> None:
             tasks = asyncio.all_tasks() - {asyncio.current_task()}
@@ -124,10 +121,7 @@ class Kernel:
         self._closed: str | None = None  # why the connection was closed; None while it is open
 
     async def open(self) -> None:
-        """Connect, and wait until the kernel answers and its output reaches this process.
-
-        Raises WorkerLost if `close` is called before or meanwhile, ResourceError if too many files are open.
-        """
+        """Connect, and wait until the kernel answers and its output reaches this process; WorkerLost after `close`."""
         if self._closed is not None:  # closed before it was opened
             raise WorkerLost(self._closed)
         require_files(_FILES_NEEDED, "the notebook cannot talk to a worker's kernel")
@@ -181,11 +175,7 @@ class Kernel:
         parent: Message | None = None,
         id: str | None = None,
     ) -> str:
-        """Send a message on ``channel``; return its id, which is ``id`` if that is given.
-
-        A caller that sends the same content to many kernels packs it once, as bytes. ``parent`` is the message that
-        caused this one. Raises WorkerLost if the connection is closed or not open yet.
-        """
+        """Send a message on ``channel``; return its id, which is ``id`` if given. Raises WorkerLost if not open."""
         if self._closed is not None:
             raise WorkerLost(self._closed)
         header = new_header(kind, self._session, id)
@@ -198,10 +188,7 @@ class Kernel:
         return str(header["msg_id"])
 
     def ask(self, kind: str, content: Mapping[str, Any], *, channel: str = "shell") -> asyncio.Future[Message]:
-        """Send a request; return the future of the reply, which has no time limit.
-
-        Raises WorkerLost if the kernel is not connected; if it gets disconnected later, the future fails with it.
-        """
+        """Send a request; return the future of the reply, which has no time limit and fails once disconnected."""
         id = self.send(kind, content, channel=channel)
         reply = self._replies[id] = asyncio.get_running_loop().create_future()
         return reply

@@ -99,10 +99,7 @@ def missing_here(text: str) -> str:
 
 
 def rename_frames(text: str, worker: str) -> str:
-    """Return a worker's formatted traceback in which code of this process's cells is named ``Cell In[3] on worker1``.
-
-    ``worker`` is the worker where the error was raised.
-    """
+    """Return a traceback of ``worker`` in which this process's cells are named ``Cell In[3] on worker1``."""
 
     def rename(match: re.Match[str]) -> str:
         indent, file, line, function, source = match.groups()

@@ -83,10 +83,7 @@ class Relay:
         self._wake()
 
     def drain(self, quiet: float, timeout: float) -> None:
-        """Wait until all parcels read here are carried away, and no new one has arrived for ``quiet`` seconds.
-
-        Returns after ``timeout`` seconds at the latest.
-        """
+        """Wait until all parcels read here are carried away, and none came for ``quiet`` s; ``timeout`` s at most."""
         deadline = time.monotonic() + timeout
         with self._changed:
             while not self._closed and (left := deadline - time.monotonic()) > 0:

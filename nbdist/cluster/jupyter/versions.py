@@ -192,10 +192,8 @@ def answer_through_stream(kernel: Any) -> None:
 
 
 def answer_in_thread(shell: Any, parent: dict[str, Any]) -> Callable[[], None]:
-    """Make the calling thread's output a reply to ``parent``; return the function that undoes that.
-
-    ``parent`` is a Jupyter request; its header is enough. Call `keep_output_apart` for the shell before.
-    """
+    """Make the calling thread's output a reply to ``parent``, a Jupyter request; return a function that undoes it."""
+    # `keep_output_apart` comes first, once for the shell.
     if hasattr(shell, "set_thread_parent"):
         return partial(shell.reset_thread_parent, shell.set_thread_parent(parent))
     undo = contextlib.ExitStack()
@@ -211,10 +209,7 @@ def answer_in_thread(shell: Any, parent: dict[str, Any]) -> Callable[[], None]:
 
 
 def keep_output_apart(shell: Any) -> None:
-    """Let each thread of a worker have a request of its own as the parent of its output: see `answer_in_thread`.
-
-    Call it once in a worker.
-    """
+    """Let each thread of a worker have a request of its own as the parent of its output. Once in a worker."""
     if hasattr(shell, "_parent_header"):  # ipykernel 7.0 and later can do this
         return
     # In older versions, one request is the parent of the output of all threads. So the class of the shell, and of each
@@ -294,7 +289,6 @@ class _ApartStream(_Apart):
     """Mixed into a kernel's stream: keeps the text of a thread with a request of its own out of the common buffer."""
 
     def write(self, text: str) -> int:
-        """Write text; return its length."""
         scope = _scope.get()
         if scope is None or self.pub_thread is None or not isinstance(text, str):  # type: ignore[attr-defined]
             return int(super().write(text) or 0)  # type: ignore[misc]

@@ -150,11 +150,9 @@ class Cell:
         self._finished = False
         self.interrupted = False
         """True once the user, `cancel`, a time limit or ``fail_fast`` has interrupted the cell."""
+        # Runs once: when it is called, or when nobody has this handle any more. The router has the last 2,000.
         self.kept: weakref.finalize[..., Cell] | None = None
-        """Makes the workers drop the values that they keep for `nbdist.cluster.Cluster.references`; None without any.
-
-        It runs once: when it is called, or when nobody has this handle any more. The router has the last 2,000.
-        """
+        """Makes the workers drop the values that they keep for `Cluster.references`; None without any."""
         self.at_part_end: Callable[[Cell, str], None] = lambda cell, worker: None
         """Called when the cell has ended on a worker, in the kernel thread."""
         self.before_end: Callable[[Cell, Callable[[], None]], None] = lambda cell, end: end()
@@ -384,10 +382,8 @@ class Cell:
                 self.sink.hand_on(payload)
 
     def _ask(self, worker: str, request: Message) -> None:
-        """Ask the user for the input that a worker wants (``input()`` on the worker), wait, and send the answer.
-
-        `wait` calls this, in its own thread. In a notebook this must be the main thread.
-        """
+        """Ask the user for the input that a worker wants (``input()`` on the worker), wait, and send the answer."""
+        # In the thread of `wait`, which in a notebook must be the main thread.
         content = request["content"]
         prompt = content["prompt"] if len(self.parts) == 1 else f"[{worker}] {content['prompt']}"
         try:
@@ -477,10 +473,7 @@ class Cell:
         self._maybe_end(part)
 
     def _take_error(self, part: CellPart, name: str | None) -> bool:
-        """Make the last error message in `CellPart.held` the error of a part, if its class is called ``name``.
-
-        If so, removes the message and returns True. None stands for any error.
-        """
+        """Make the last error message in `CellPart.held` the error of a part, if its class is ``name``, or for None."""
         errors = [message for message in part.held if message.kind == "error"]
         # A kernel replies "NoneType" if the ``repr`` of the error fails.
         if not errors or name not in (None, "NoneType", errors[-1].content["ename"]):

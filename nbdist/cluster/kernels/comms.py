@@ -31,10 +31,7 @@ _MESSAGES_KEPT = 1000
 
 
 class Relayed:
-    """A message of the front end that a worker handles; publishes the worker's output for it as the message's own.
-
-    `handled` is set once the worker is idle again.
-    """
+    """A message of the front end that a worker handles; publishes the worker's output for it as the message's own."""
 
     number = 0  # of the cell that the output belongs to: none
 
@@ -65,11 +62,9 @@ class _StandIn:
         self.target_name = message["content"]["target_name"]
 
     def handle_msg(self, message: Message) -> None:
-        """Pass a message of the front end to the worker's comm: see `Comms.to_worker`."""
         self._relay.to_worker(self, "comm_msg", message)
 
     def handle_close(self, message: Message) -> None:
-        """Tell the worker that the front end has closed the comm: see `Comms.to_worker`."""
         self._relay.to_worker(self, "comm_close", message)
 
 
@@ -101,10 +96,7 @@ class Comms:
             manager.comms.pop(id, None)
 
     def to_worker(self, comm: _StandIn, kind: str, message: Message) -> None:
-        """Send a message of the front end to the worker. If the worker is idle, wait up to 1 s until it is handled.
-
-        Messages to a worker that has died or was restarted are dropped.
-        """
+        """Send a message of the front end to the worker. If the worker is idle, wait up to 1 s until it is handled."""
         if kind == "comm_close":
             self._open.pop(comm.comm_id, None)
         worker = comm.worker

@@ -20,11 +20,8 @@ _TOO_LONG = re.compile(r"op\.preamble\.length <= op\.nbytes\. (\d+) vs (\d+)")
 
 
 def lines_that_say_why(text: str, other: Sequence[str]) -> list[str]:
-    """Return the lines of a process's standard error that say why it died.
-
-    Of a crash report of Python or C++, these are its reasons and the lines of the user's code; otherwise the last
-    lines, or those of ``other`` if there are none.
-    """
+    """Return the lines of a process's standard error that say why it died."""
+    # Of a crash report of Python or C++, its reasons and the lines of the user's code; otherwise the last lines.
     # Two writers share the file, so that the text of one may stand in a line of the other.
     matches = [pattern.search(text) for pattern in (_PYTHON, _CPLUSPLUS, _WHAT)]
     reasons = [match[0] for match in matches if match]
@@ -42,9 +39,6 @@ def lines_that_say_why(text: str, other: Sequence[str]) -> list[str]:
 
 
 def share_expected(why: str) -> float | None:
-    """Return the share that a worker expected of the bytes that gloo sent to it; None if it did not die of them.
-
-    ``why`` is the text with which it was lost, which has a line of `lines_that_say_why`.
-    """
+    """Return the share that a worker expected of the bytes that gloo sent to it; None if it did not die of them."""
     found = _SAID.search(why)
     return int(found[1]) / int(found[2]) if found else None

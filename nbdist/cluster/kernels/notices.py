@@ -14,11 +14,9 @@ _TEXT_SHOWN = 200  # characters of an error's text; the traceback at the cell's 
 
 
 def say_failed(errors: Sequence[WorkerError], running: Sequence[str], ends: str) -> str:
-    """Return a line for each error, and which workers still run; equal errors share a line.
-
-    ``ends`` says what ends the workers that still run, such as ``Stop ends``; "it" or "them" is added.
-    """
+    """Return a line for each error, and which workers still run; equal errors share a line."""
     runs, them = plural(len(running), "runs", "run"), plural(len(running), "it", "them")
+    # ``ends`` says what ends these, such as "Stop ends".
     still = f"{say_names(running)} still {runs}; {ends} {them}"
     groups = grouped(errors, lambda error: (error.name, error.text)).values()
     return "".join(

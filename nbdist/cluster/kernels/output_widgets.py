@@ -7,11 +7,8 @@ from typing import Any
 
 
 def own_request(content: Mapping[str, Any], theirs: str, ours: str) -> Mapping[str, Any]:
-    """Return a comm message in which the notebook's request id, ``ours``, replaces the worker's, ``theirs``.
-
-    An ``Output`` widget sends this id, ``msg_id``, to the front end, which captures the output of that request. A
-    message without that id is returned as it is.
-    """
+    """Return a comm message in which the notebook's request id, ``ours``, replaces the worker's, ``theirs``."""
+    # An ``Output`` widget sends this id, ``msg_id``, to the front end, which captures the output of that request.
     data = content.get("data")
     state = data.get("state") if isinstance(data, Mapping) else None
     if not theirs or not isinstance(state, Mapping) or state.get("msg_id") != theirs:

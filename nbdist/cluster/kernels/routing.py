@@ -96,11 +96,9 @@ class Router:
     # -- at the end of a cell -----------------------------------------------------------------
 
     def settle(self, origin: Origin, workers: Sequence[Worker], ask: Callable[[str, str], bool], within: float) -> None:
-        """Show the output of a cell's calls (RPCs), once all of it has arrived, or after ``within`` seconds.
-
-        ``origin`` is the notebook's cell. ``ask(worker, token)`` makes a worker send a message with the token after its
-        output so far, and returns whether the worker could be asked. Must not be called in the kernel thread.
-        """
+        """Show the output of a cell's calls (RPCs), once all of it has arrived, or after ``within`` seconds."""
+        # ``ask(worker, token)`` makes a worker send a message with the token after its output so far, and returns
+        # whether it could be asked. Not in the kernel thread, which gets that message.
         token = os.urandom(8).hex()
         # Before the first worker is asked, whose message may come at once.
         self._fences[token] = fence = threading.Semaphore(0)

@@ -117,11 +117,7 @@ class Worker:
         return folder / f"{self.name}-{self.lives}.json"
 
     def prepare(self, thread: KernelThread, folder: Path, listener: Callable[[Worker, str, Message], None]) -> None:
-        """Get ready for the next start: write a new connection file, make a `Kernel` for it, and reset the state.
-
-        This counts `lives` up.
-        ``listener(worker, channel, message)`` gets, in the kernel thread, the messages that answer no `Kernel.ask`.
-        """
+        """Get ready for the next start: write a new connection file, make a `Kernel` for it, and reset the state."""
         self.lives += 1
         connection = {
             "transport": "ipc",
@@ -147,15 +143,12 @@ class Worker:
         self.sightings.clear()
 
     def call(self, function: str) -> Coroutine[Any, Any, None]:
-        """Call a function of `nbdist.cluster.worker.kernel`, such as ``"join()"``, in the worker's main thread.
-
-        It runs after the cells that were sent before. The returned coroutine waits for its end, and raises StartError
-        if the function fails, WorkerLost if this worker dies, or another one without which the function fails.
-        """
+        """Call a function of `nbdist.cluster.worker.kernel`, such as ``"join()"``, in the worker's main thread."""
         assert self.kernel is not None
         code = CALL_EXTENSION.format(function)
         options = {"silent": True, "store_history": False, "allow_stdin": False, "user_expressions": {}}
         # Asked now, and not when the coroutine first runs: cells that are sent meanwhile come after it.
+        # Raises StartError if the function fails; WorkerLost if this worker dies, or another one that it needs.
         return self._wait_for_reply(self.kernel.ask("execute_request", {"code": code, **options}))
 
     async def _wait_for_reply(self, asked: asyncio.Future[Message]) -> None:
@@ -168,11 +161,7 @@ class Worker:
             raise StartError("\n".join([text, *content.get("traceback", ())]))
 
     def end(self, how: int | str, last_words: str) -> str:
-        """Fail the worker's cells with the reason of its process's end, and return that reason.
-
-        ``how`` is the process's exit code, or minus the signal that killed it, or words. ``last_words`` is the
-        process's standard error. In the kernel thread.
-        """
+        """Fail the worker's cells with the reason of its process's end, and return it. In the kernel thread."""
         last_words, called = split_off(last_words, None if self.host else time.time())
         lines = lines_that_say_why(last_words, self.stderr.lines())  # the present cell's, if the process has left none
         told: list[str] = []
@@ -203,11 +192,8 @@ class Worker:
         self.exited.set()
 
     def lose(self, why: str, advice: str | None = None) -> None:
-        """Mark the worker as lost: disconnect from its kernel, and fail its cells with WorkerLost.
-
-        The error's text is the worker's name, ``why`` and ``advice``; without advice, it says how to restart the
-        worker. A second call before the next `prepare` does nothing.
-        """
+        """Mark the worker as lost: disconnect from its kernel, and fail its cells with WorkerLost."""
+        # Lost already since the last `prepare`.
         if self._let_go:
             return
         self._let_go = True

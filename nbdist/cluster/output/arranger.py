@@ -90,10 +90,7 @@ class Straight(Arranger):
 
 
 def say_left_out(message: Published, workers: Sequence[str], label: str = "") -> Published:
-    """Return the line that says how many lines of these workers are left out, and which magic shows them.
-
-    ``message`` is the internal message (`LEFT_OUT`) with the number of lines and the cell.
-    """
+    """Return the line that says how many lines of these workers are left out, and which magic shows them."""
     lines, cell = message.content["lines"], message.content["cell"]
     text = f"{counted(lines, 'line')} left out: `%dist_log {say_names(workers)} --cell {cell}`"
     return stream_text("stdout", f"{label}{text}\n")

@@ -37,10 +37,7 @@ class Lines:
         self._colours: dict[str, dict[int, str]] = {"stdout": {}, "stderr": {}}
 
     def take(self, message: Published, now: float) -> list[OutputItem]:
-        """Take a message; return the items (whole lines, or displays) that it completes.
-
-        A result that is only text becomes one item of text.
-        """
+        """Take a message; return the items (whole lines, or displays) that it completes."""
         content = message.content
         if message.kind == "stream":
             return self._take_text(content["name"], content["text"], now)

@@ -162,10 +162,7 @@ class Live(Arranger):
         state.queue.append(OutputItem([worker], f"clear:{message.content['wait']}", now, message=message))
 
     def _wipe(self, workers: Sequence[str], message: Published, now: float) -> list[Published]:
-        """Clear the output of some workers in the record of shown output; return the messages that clear the page.
-
-        ``message`` is the workers' ``clear_output``.
-        """
+        """Clear the output of some workers in the record of shown output; return the messages that clear the page."""
         found = self._screen.wipe(workers)
         if not found and not any(name in self._bars for name in workers):  # nothing of them is shown
             return []

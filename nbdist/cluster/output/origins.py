@@ -50,12 +50,10 @@ class Origins:
         self._lock = threading.Lock()
 
     def current(self) -> str:
-        """Return the key (`Sink.key`) of the place where the calling thread's output is shown, such as a notebook cell.
-
-        The key travels with the calls that the thread makes; workers send it back with what these calls print.
-        """
+        """Return the key (`Sink.key`) of the place where the calling thread's output is shown, such as a cell."""
         send_text()  # what was printed here before the call comes first
         sink = current_sink()
+        # It travels with the calls that the thread makes; workers send it back with what these calls print.
         key = sink.key
         if key not in self._known:
             with self._lock:

@@ -28,11 +28,7 @@ _QUIET_AFTER = 1.0  # seconds without output after which held text from a thread
 
 
 def make_arranger(names: Sequence[str], sink: Sink, *, grouped: bool = False, labels: bool = False) -> Arranger:
-    """Return the arranger for the output of these workers in that place.
-
-    A single worker gets no label unless ``labels`` is true. For several workers, or with ``labels``, ``grouped`` holds
-    the output back to the end, and so does a sink that no user watches (`Sink.interactive` is False).
-    """
+    """Return the arranger for the output of these workers in that place; with ``labels``, one worker has one, too."""
     if len(names) == 1 and not labels:
         return Straight()
     return LogOrder(names) if grouped or not sink.interactive else Live(names, sink.captured)
@@ -55,11 +51,7 @@ class Outlet:
         self._quiet_due: asyncio.TimerHandle | None = None
 
     def feed(self, worker: str, message: Published) -> list[Published]:
-        """Take a message of a worker, and show the output that is due.
-
-        Returns the messages that are kept as the cell's outputs: this one, others that were held back before, or none
-        while its text is held back (`OutputCutter`).
-        """
+        """Take a message of a worker, and show the output that is due; return the messages to keep as outputs."""
         if (cutter := self._cutters.get(worker)) is None:
             cutter = self._cutters[worker] = OutputCutter(self._number, self._sink.cut)
         let_through = cutter.take(message)
@@ -68,6 +60,7 @@ class Outlet:
             self._show_last_soon()
             if worker in self._ended:
                 self._release_when_quiet()
+        # This one, others that were held back before, or none while its text is held back (`OutputCutter`).
         return let_through
 
     def ended(self, worker: str) -> list[Published]:

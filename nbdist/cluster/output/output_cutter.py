@@ -91,11 +91,8 @@ class OutputCutter:
         return [stream_text(stream, shown)] if shown else []
 
     def release(self) -> list[Published]:
-        """Return the held lines, below one that says how many were left out.
-
-        Called when the worker has ended the cell, or asks for input: the user must see the text that goes with the
-        question.
-        """
+        """Return the held lines, below one that says how many were left out."""
+        # Also when the worker asks for input: the user must see the text that goes with the question.
         said = [Published(LEFT_OUT, {"lines": self.left_out, "cell": self._cell})] if self.left_out else []
         if self.left_out and self._coloured:
             said.append(stream_text("stdout", "\x1b[0m"))  # the end of a colour may be among the lines left out

@@ -45,10 +45,7 @@ class Printed(NamedTuple):
     """The reason for which the log could not be written any more; "" if there was none."""
 
     def lines(self) -> Iterator[tuple[int, str]]:
-        """Yield each line that is kept, as a terminal would show it, with the number of its cell.
-
-        Unfinished lines come last, at most one for each cell and stream.
-        """
+        """Yield each line that is kept, as a terminal shows it, and the number of its cell; unfinished ones last."""
         begun: dict[tuple[int, int], str] = {}
         for file in self.files:
             file.seek(0)

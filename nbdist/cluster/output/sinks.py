@@ -67,13 +67,11 @@ class KernelSink:
     captured: frozenset[str] = frozenset()
 
     def __init__(self, kernel: Any, parent: Mapping[str, Any], hooks: Sequence[Callable[[Any], Any]] = ()) -> None:
-        """Show output below the cell whose request is ``parent``.
-
-        ``hooks`` are functions that get each message with a display before it is sent, and return what to send instead,
-        None for nothing. Colab's says in a widget's metadata where the page finds the program that draws it.
-        """
+        """Show output below the cell whose request is ``parent``."""
         self._kernel = kernel
         self._parent = {"header": parent.get("header", {})}
+        # Each gets a message with a display before it is sent, and returns what to send instead, None for nothing.
+        # Colab's says in a widget's metadata where the page finds the program that draws it.
         self._display_hooks = tuple(hooks)
         self.interactive = bool(parent.get("content", {}).get("allow_stdin", True))
 

@@ -33,15 +33,12 @@ def overlaid(line: str) -> str:
 
 
 def _overlaid_in_colour(line: str) -> str:
-    """Return a line with colours as it looks after its carriage returns.
-
-    ``ESC [ K`` wipes the rest of the line from where the text stands, ``ESC [ 2 K`` all of it. Every other escape
-    sequence is kept before the letter that follows it.
-    """
+    """Return a line with colours as it looks after its carriage returns."""
     shown: list[str] = []  # each letter with the escape sequences before it, which have no width
     for part in line.split("\r"):
         at, pending = 0, ""
         for piece in _PIECE.finditer(part):
+            # "ESC [ K" wipes the rest of the line, "ESC [ 2 K" all of it; other sequences stay before the next letter.
             if piece[2] == "K":
                 del shown[0 if piece[1] == "2" else at :]
                 shown += [" "] * (at - len(shown))
@@ -68,11 +65,9 @@ _ENDED_BY = {1: 22, 2: 22, 3: 23, 4: 24, 5: 25, 6: 25, 7: 27, 8: 28, 9: 29}
 
 
 def close_colours(line: str, open: dict[int, str]) -> str:
-    """Return a line that begins in the colours that are ``open`` and closes its colours at its end.
-
-    ``open`` maps the code that ends a colour or attribute (39 for the text colour) to the code that set it (31 for
-    red). It is changed to the state after this line, for the next line of the same stream.
-    """
+    """Return a line that begins in the colours that are ``open`` and closes its colours at its end."""
+    # ``open`` maps the code that ends a colour or attribute (39 for the text colour) to the code that set it (31 for
+    # red). It is changed to the state after this line, for the next line of the same stream.
     if not open and "\x1b" not in line:
         return line
     begin = f"\x1b[{';'.join(open.values())}m" if open else ""

@@ -139,10 +139,8 @@ class GroupStore(dist.Store):  # type: ignore[misc]  # dist is Any
         return None if value is None else int(value)
 
     def group_at(self, address: bytes) -> str | None:
-        """Return torch's name of the group for which gloo listens at an address in this process; None if unknown.
-
-        ``address`` is the beginning of a C ``sockaddr``, as `gloo.Loop.address` has it.
-        """
+        """Return torch's name of the group for which gloo listens at an address in this process; None if unknown."""
+        # ``address`` is the beginning of a C ``sockaddr``, as `gloo.Loop.address` has it.
         # A copy, made in one operation: another thread may form a group now.
         named = (name for name, place in list(self._places.items()) if address and address in place)
         return next(named, None)
@@ -226,10 +224,7 @@ class GroupStore(dist.Store):  # type: ignore[misc]  # dist is Any
         return int(self._change("add", key, amount))
 
     def compare_set(self, key: str, expected: bytes | str, desired: bytes | str) -> bytes:
-        """Give a key the desired value if its value is the expected one; return the value that the key has afterwards.
-
-        A missing value counts as empty.
-        """
+        """Give a key the desired value if its value, or "" for none, is the expected one; return its value then."""
         return bytes(self._change("compare_set", key, _bytes(expected), _bytes(desired)))
 
     def delete_key(self, key: str) -> bool:

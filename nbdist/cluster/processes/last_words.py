@@ -21,10 +21,8 @@ _SIZE = 1 << 16  # bytes copied at once: all that a pipe holds
 
 
 def guard_streams() -> None:
-    """Make ipykernel copy C code's output to the worker's log before it takes the text out of the pipe.
-
-    Call before the kernel starts.
-    """
+    """Make ipykernel copy C code's output to the worker's log before it takes the text out of the pipe."""
+    # Before the kernel starts.
     from ipykernel.iostream import OutStream
 
     stream: Any = OutStream
@@ -32,20 +30,15 @@ def guard_streams() -> None:
 
 
 def hand_over(file: int) -> None:
-    """Let the zygote, the parent process, read the rest of this worker's standard error from its pipe after its death.
-
-    And then the text in ``file``, whose offset is 0; -1 for none. Call once the kernel has replaced `sys.stderr` with
-    that pipe.
-    """
+    """Let the zygote, the parent process, read this worker's standard error, then ``file``, after its death."""
+    # Once the kernel has replaced `sys.stderr` with its pipe. The offset of ``file`` is 0; -1 for none.
     pipe = getattr(sys.stderr, "_fid", None)
     leave_last_words([each for each in (pipe, file) if each not in (None, -1)])
 
 
 def _watch(stream: Any) -> None:
-    """Copy each text in a stream's pipe to the worker's log, then show it, until the stream closes.
-
-    Takes the place of the method that ipykernel runs in a thread for each stream.
-    """
+    """Copy each text in a stream's pipe to the worker's log, then show it, until the stream closes."""
+    # In place of the method that ipykernel runs in a thread for each stream.
     if stream._fid is None:
         return
     libc = ctypes.CDLL(None)

@@ -47,11 +47,8 @@ class Probe(msgspec.Struct, frozen=True):
 
 
 def probe(folder: Path, name: str, pid: int | None, send: Callable[[str, int], None]) -> Future[Probe]:
-    """Ask about the worker ``name``, whose process is ``pid``; return the future of the `Probe`.
-
-    ``folder`` is the run directory, and ``send(name, number)`` sends a signal to the worker. The future is done after
-    `ANSWER_WITHIN` seconds at most: a worker that is stopped, or has died, writes no frames. It never fails.
-    """
+    """Ask about the worker ``name``, whose process is ``pid``; return the future of the `Probe`, which never fails."""
+    # Done after `ANSWER_WITHIN` seconds at most: a worker that is stopped, or has died, writes no frames.
     found: Future[Probe] = Future()
 
     def ask() -> None:

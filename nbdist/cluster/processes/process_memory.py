@@ -59,10 +59,8 @@ class Regions:
 
 
 def resident() -> int:
-    """Return the bytes that this process has in memory, shared ones included; 0 if the system does not tell.
-
-    Takes 20 µs; the other functions of this module take milliseconds, or more in a large process.
-    """
+    """Return the bytes that this process has in memory, shared ones included; 0 if the system does not tell."""
+    # Takes 20 µs; the other functions of this module take milliseconds, or more in a large process.
     with contextlib.suppress(OSError), open("/proc/self/statm") as counts:
         return int(counts.read().split()[1]) * mmap.PAGESIZE
     return 0

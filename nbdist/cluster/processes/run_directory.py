@@ -24,11 +24,7 @@ _held: dict[Path, LockedDirectory] = {}  # the run directories of this process, 
 
 
 def make_folder() -> Path:
-    """Make a new run directory of a cluster and return its path. Also removes the directories of ended processes.
-
-    Raises UsageError if the paths of sockets in it would be too long, ResourceError if the disk is full or this process
-    has too many files open.
-    """
+    """Make a new run directory of a cluster and return its path. Also removes the directories of ended processes."""
     base = runtime_directory()
     sweep_directories(base, _KIND)
     name = f"{_KIND}-{secrets.token_hex(4)}"

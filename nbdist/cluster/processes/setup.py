@@ -71,10 +71,8 @@ def where_file(folder: str, name: str) -> str:
 
 
 def record_socket(folder: str, name: str) -> str:
-    """Return the path of the Unix socket at which torch tells the collectives of the worker ``name``.
-
-    Its time of modification is when the present process group began to form. ``folder`` is as for `where_file`.
-    """
+    """Return the path of the Unix socket at which torch tells the collectives of the worker ``name``."""
+    # Its time of modification is when the present process group began to form.
     return os.path.join(folder, f"{name}.record")
 
 
@@ -84,9 +82,6 @@ def group_folder(generation: int) -> str:
 
 
 def choose_backend(gpus: Sequence[object]) -> str:
-    """Return the backend of a process group, as torch writes it, for workers with these GPUs; None for no GPU.
-
-    It is nccl for tensors on GPUs if each worker has a GPU of its own, else gloo for all.
-    """
+    """Return the backend of a process group, as torch writes it, for workers with these GPUs; None for no GPU."""
     alone = len(set(gpus) - {None}) == len(gpus)
     return "cpu:gloo,cuda:nccl" if alone else "gloo"

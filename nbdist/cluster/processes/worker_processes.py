@@ -112,10 +112,7 @@ class Processes:
         threading.Thread(target=self._send_all, name="nbdist-to-zygote", daemon=True).start()
 
     def ready(self, timeout: float | None = None) -> zygote.ZygoteReady:
-        """Wait until the zygote has done its imports; return whether it forks workers, and which imports failed.
-
-        Raises WorkerLost if the zygote has ended, TimeoutError after ``timeout`` seconds; None waits without limit.
-        """
+        """Wait until the zygote has done its imports; return whether it forks workers, and which imports failed."""
         return self._ready.result(timeout)
 
     def hurry(self) -> None:
@@ -123,23 +120,14 @@ class Processes:
         self._send(zygote.Hurry())
 
     def preload(self, modules: Sequence[str], environment: Mapping[str, str] | None = None) -> Future[None]:
-        """Let the zygote import more modules. Call this at most once, before any worker is started.
-
-        The returned future fails with UsageError if a module cannot be imported, with WorkerLost if the zygote ends.
-        ``environment`` has the environment variables for the imports. Raises UsageError if this process's working
-        directory has been deleted.
-        """
+        """Let the zygote import more modules, once at most, and before any worker is started."""
         self._send(zygote.Preload(list(modules), _environment(environment), _directory(), _import_path()))
         return self._preloading
 
     def start(
         self, name: str, entry: str, arguments: Sequence[str] = (), environment: Mapping[str, str] | None = None
     ) -> Future[int]:
-        """Start a worker that calls ``entry``, a ``module:function``, with ``arguments``; return the future of its pid.
-
-        The future fails with WorkerLost if the process cannot be made. Raises WorkerLost if the zygote has ended,
-        UsageError if a worker of that name lives, or if this process's working directory has been deleted.
-        """
+        """Start a worker that calls ``entry``, a ``module:function``, with ``arguments``; return its future pid."""
         start = zygote.Start(
             name, entry, list(arguments), _environment(environment), _directory(), str(self.log(name)), _import_path()
         )
@@ -175,10 +163,7 @@ class Processes:
         return not self._closing and self._process.poll() is None
 
     def close(self, timeout: float = 10.0) -> None:
-        """Kill all workers and the processes that they started, wait for that, and remove the run directory.
-
-        The zygote does it. If it has not ended after ``timeout`` seconds, it is killed, and the workers die with it.
-        """
+        """Kill all workers and the processes that they started, wait for that, and remove the run directory."""
         with self._lock:
             self._closing = True
         self._outbox.put(None)
@@ -304,7 +289,6 @@ class _Forked:
         return code
 
     def send_signal(self, number: int) -> None:
-        """Send a signal, unless the process has been waited for."""
         if self.poll() is None:  # else the number may be another process's
             os.kill(self.pid, number)
 

@@ -301,10 +301,8 @@ class _Zygote:
         self._owner = _open_process(setup.owner)  # readable when the owner ends; -1 if there is none
 
     def serve(self) -> Start | None:
-        """Import, then serve requests until the owner ends, and exit by `_end`.
-
-        Returns in a forked worker only: the request to start that worker, so that it has no frame of the zygote's.
-        """
+        """Import, then serve requests until the owner ends, and exit; in a forked worker, return the request for it."""
+        # A forked worker returns, so that it has no frame of the zygote's.
         me = os.getpid()
         failed = False
         _prctl(_SUBREAPER, 1, 0, 0, 0)
@@ -359,10 +357,7 @@ class _Zygote:
                 self._end()  # with the processes that an import may have started
 
     def _listen(self) -> Start | None:
-        """Serve the owner's requests, and reap workers that end, until the owner ends.
-
-        Returns, in a forked worker, the request that started it; in the zygote, None.
-        """
+        """Serve the owner's requests, and reap workers; return None, or in a forked worker the request for it."""
         idle = self._setup.idle[::-1] if self._forks else []
         poller = select.poll()
         poller.register(self._line.socket, select.POLLIN)
@@ -504,11 +499,9 @@ class _Zygote:
                 os.kill(pid, request.number)
 
     def _reap(self) -> None:
-        """Reap all children that have ended, and send ProcessEnded for each that is a worker.
-
-        The others are orphans: a process that a worker started is the zygote's child once the worker ends. A process
-        that has left the worker's process group lives until `_end`.
-        """
+        """Reap all children that have ended, and send ProcessEnded for each that is a worker."""
+        # The others are orphans: a process that a worker started is the zygote's child once the worker ends. A process
+        # that has left the worker's process group lives until `_end`.
         with contextlib.suppress(ChildProcessError):  # there is no child left
             while found := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
                 if found.si_pid in self._workers:
@@ -542,10 +535,8 @@ def _end(*_: object) -> None:
 
 
 def leave_last_words(streams: Sequence[int]) -> None:
-    """In a worker, let the zygote read the text left in the pipes ``streams`` if the worker dies.
-
-    Only the first call does something.
-    """
+    """In a worker, let the zygote read the text left in the pipes ``streams`` if the worker dies."""
+    # Only the first call does something.
     if (number := os.environ.pop(LAST_WORDS, None)) is not None:
         with socket.socket(fileno=int(number)) as line:
             # The zygote receives this message after the worker's death, so until then only the worker reads the pipes.
@@ -565,10 +556,8 @@ def _read_last_words(line: socket.socket, log: str) -> None:
 
 
 def _open_process(pid: int) -> int:
-    """Return a file that becomes readable when the owner ends; -1 where the system has none.
-
-    The socket to the owner does not suffice: a process that the owner has forked keeps it open.
-    """
+    """Return a file that becomes readable when the owner ends; -1 where the system has none."""
+    # The socket to the owner does not suffice: a process that the owner has forked keeps it open.
     try:
         file = os.pidfd_open(pid)
     except (AttributeError, OSError):
@@ -593,10 +582,7 @@ def _kill_group(pid: int) -> None:
 
 
 def _is_safe_to_fork(within: float = _THREAD_ENDS_WITHIN) -> bool:
-    """Return whether a forked worker would be sound: this process has one thread, and has not used a GPU.
-
-    Waits ``within`` seconds for threads that are ending.
-    """
+    """Return whether a forked worker would be sound: this process has one thread, and has not used a GPU."""
     # A child has a copy of the forking thread only, and cannot use CUDA that was initialised before the fork.
     deadline = time.monotonic() + within
     while _threads() > 1:

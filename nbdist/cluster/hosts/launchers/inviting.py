@@ -84,11 +84,7 @@ class InvitingLauncher(RemoteLauncher):
             self._joining.difference_update(names)
 
     def dismiss(self, names: Sequence[str], failed: Mapping[str, str]) -> None:
-        """Forget new workers that could not join, whose processes have ended.
-
-        ``failed`` has the reasons, by name. The place of a worker in ``failed`` is never used again, and if its keeper
-        has no other place, the keeper gets the reason, and ends. The places of the other workers are free again.
-        """
+        """Forget new workers that could not join, whose processes have ended; ``failed`` has reasons, by name."""
         told: list[tuple[KeeperMember, str, object]] = []
         with self._lock, self.hub.lock:
             for name in names:
@@ -98,6 +94,7 @@ class InvitingLauncher(RemoteLauncher):
             for member in self.hub.members:
                 gone = member.workers & set(names)
                 member.workers -= gone
+                # A failed worker's place is never used again; those of the other workers are free again.
                 member.room -= len(gone & failed.keys())
                 if gone and member.room:
                     told.append((member, "free_places", sorted(gone)))

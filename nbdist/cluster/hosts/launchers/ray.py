@@ -55,10 +55,7 @@ class RayLauncher(RemoteLauncher):
     """The launcher for Ray. See `Launcher` for its methods."""
 
     def __init__(self, spec: Spec, on_end: OnEnd) -> None:
-        """Find Ray, or start it, and reserve room for all workers.
-
-        Raises UsageError if Ray is not installed or its address cannot be used, ResourceError if Ray has no room.
-        """
+        """Find Ray, or start it, and reserve room for all workers."""
         try:
             import ray
         except ImportError as error:
@@ -239,11 +236,7 @@ class _Placed(NamedTuple):
 
 
 def _connect(ray: Any, spec: Spec) -> bool:
-    """Connect this process to Ray, unless it is connected; return True if this call has connected it.
-
-    If no address of a Ray is set, starts a new Ray on this machine, with room for all workers. Raises UsageError if Ray
-    cannot be reached or started, or for an address with which workers could not reach this process.
-    """
+    """Connect this process to Ray, unless it is connected; return True if this call has connected it."""
     if ray.is_initialized():
         return False
     address = spec.address or os.environ.get("RAY_ADDRESS")
@@ -264,11 +257,9 @@ def _connect(ray: Any, spec: Spec) -> bool:
 
 
 def _start_here(ray: Any, cpus: int) -> None:
-    """Start a Ray on this machine with room for ``cpus`` workers without GPUs; `ray.shutdown` ends this Ray.
-
-    Raises Ray's error after the last of `_TRIES` tries: a busy machine may fail one. A failed try leaves no process.
-    """
+    """Start a Ray on this machine with room for ``cpus`` workers without GPUs; `ray.shutdown` ends this Ray."""
     os.environ.setdefault("RAY_raylet_start_wait_time_s", str(_STARTS_WITHIN))
+    # A busy machine may fail a try.
     for number in range(1, _TRIES + 1):
         before = _children()
         try:
@@ -285,11 +276,9 @@ def _start_here(ray: Any, cpus: int) -> None:
 
 @contextlib.contextmanager
 def _small_agent(ray: Any) -> Iterator[None]:
-    """Let a Ray that starts during the block run its agent process without the parts for dashboards.
-
-    Ray's raylet ends itself if its agent is not up after 15 s. With the packages of the extra `ray[default]`, the agent
-    needs 12 s on two idle cores. Without this extra, Ray runs a smaller agent.
-    """
+    """Let a Ray that starts during the block run its agent process without the parts for dashboards."""
+    # Ray's raylet ends itself if its agent is not up after 15 s. With the packages of the extra `ray[default]`, the
+    # agent needs 12 s on two idle cores. Without this extra, Ray runs a smaller agent.
     name = "get_dashboard_dependency_error"
     utils = getattr(getattr(ray, "_private", None), "utils", None)
     plain = getattr(utils, name, None)

@@ -22,11 +22,7 @@ _LONGER = 300.0  # the least ``-t``, in seconds, that the error proposes; twice 
 
 
 def wait_for_room(ray: Any, group: Any, needs: Mapping[str, float], count: int, within: float) -> None:
-    """Wait until Ray has room for a placement group of ``count`` workers, for ``within`` seconds at most.
-
-    ``needs`` has the resources of one worker, such as ``{"CPU": 1.0}``. Raises ResourceError if there is no room in
-    time; the error names the free resources, and says whether nodes were still starting.
-    """
+    """Wait until Ray has room for a placement group of ``count`` workers, for ``within`` seconds at most."""
     show = trace.steps()
     deadline = time.monotonic() + within
     before, starting, shown = len(_living(ray)), 0, ""
@@ -68,10 +64,7 @@ def nodes_starting(ray: Any) -> int:
 
 
 def say_room(free: list[dict[str, float]], needs: Mapping[str, float], count: int) -> str:
-    """Return how many of ``count`` workers Ray has room for, and what its nodes have free. Pure.
-
-    ``needs`` has the resources of one worker, ``free`` the free resources of each node.
-    """
+    """Return how many of ``count`` workers Ray has room for, and what its nodes have free. Pure."""
     room = sum(min(int(node.get(name, 0.0) / needed) for name, needed in needs.items()) for node in free)
     shown = "GPU" if "GPU" in needs else "CPU"
     groups = Counter(node.get(shown, 0.0) for node in free)

@@ -127,12 +127,10 @@ class RemoteLauncher:
     # -- the contract -------------------------------------------------------------------------
 
     def preload(self, modules: Sequence[str]) -> Future[None]:
-        """Let each keeper import modules before it starts its first worker.
-
-        The returned future is done already: if an import fails, the starts of that keeper's workers fail.
-        """
+        """Let each keeper import modules before it starts its first worker."""
         self._modules = tuple(modules)
         done: Future[None] = Future()
+        # At once: if an import fails, the starts of that keeper's workers fail.
         done.set_result(None)
         return done
 
@@ -219,11 +217,7 @@ class RemoteLauncher:
         return self._words.get(name, "")
 
     def close(self) -> int:
-        """Let all keepers end their workers and themselves; remove the run directory.
-
-        Returns the number of workers on hosts that have not answered. Their keepers end these workers once they notice
-        that this process has gone.
-        """
+        """Let all keepers end their workers and themselves; remove the run directory."""
         with contextlib.ExitStack() as steps:  # every step runs, also after Ctrl-C
             steps.callback(self._warden.close)
             steps.callback(self._close_relays)
@@ -241,6 +235,7 @@ class RemoteLauncher:
             silent = {name for name, error in ended.errors.items() if not isinstance(error, WorkerLost)}
             with self._lock:
                 placed = [start.member for start in self.placed.values()]
+        # Their keepers end these once they notice that this process has gone.
         return sum(member is not None and member.record.name in silent for member in placed)
 
     def _close_relays(self) -> None:

@@ -52,12 +52,9 @@ class _SpareZygote:
         self._processes: Processes | None = None
 
     def prepare(self, *, by_fork: bool = False) -> None:
-        """Start a zygote for the next cluster, if forking is allowed and none waits.
-
-        ``by_fork`` forks the zygote from this process, which must have no other thread: so torch is imported only once
-        for both.
-        """
+        """Start a zygote for the next cluster, if forking is allowed and none waits."""
         if self._processes is None and _may_fork():
+            # This process must have no other thread then. torch is imported only once for both.
             if by_fork:
                 os.environ.update(_ENVIRONMENT)
                 with frozen_imports():
@@ -91,11 +88,7 @@ discard = _spare_zygote.discard
 
 
 def _start_zygote(*, by_fork: bool = False, idle: Sequence[str] = ()) -> Processes:
-    """Start a zygote in a new run directory. Returns before it has imported torch.
-
-    Raises ResourceError if this process has too many files open, and UsageError if the path of the run directory is too
-    long.
-    """
+    """Start a zygote in a new run directory. Returns before it has imported torch."""
     require_files(_FILES_NEEDED, "the process that starts workers cannot start")
     folder = make_folder()
     environment = {**_ENVIRONMENT, **_home(folder), **os.environ, **_ZYGOTE_ENVIRONMENT}
@@ -200,10 +193,7 @@ class LocalLauncher:
         return ""
 
     def last_words(self, name: str) -> str:
-        """Return the end of the worker's log; empty if there is none.
-
-        The log is complete once the zygote has reported the worker's end.
-        """
+        """Return the end of the worker's log, complete once the zygote has reported the worker's end; or ""."""
         try:
             return self.processes.log(name).read_text(errors="replace")[-_LAST_WORDS_LETTERS:].strip()
         except OSError:
