@@ -86,10 +86,8 @@ def text_of_many(rows: Rows[Facts]) -> str:
 
 
 def card(facts: Facts, *, lasting: bool = False) -> str:
-    """Return all facts of a reference as HTML: its owner, its standing, its value, forks and error.
-
-    With ``lasting``, for a picture in a saved notebook, "on its way" and "not known yet" are left out.
-    """
+    """Return all facts of a reference as HTML: its owner, its standing, its value, forks and error."""
+    # With ``lasting``, for a picture in a saved notebook, "on its way" and "not known yet" are left out.
     state = facts.state
     rows: dict[str, Any] = {}
     if state is None and not lasting:  # "not known yet" depends on timing, as does "on its way" in the badge below

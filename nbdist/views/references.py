@@ -42,10 +42,7 @@ def _error_in_one_line(rref: RRef[Any], standing: str, state: State | None) -> s
 
 
 def over(facts: Facts, standing: str = "released") -> Facts:
-    """Return facts about a reference that is gone: "released" by garbage collection, or "ended" with its cluster.
-
-    Facts about a reference that failed, was lost or released, or has ended already are returned as they are.
-    """
+    """Return facts about a reference that is gone: "released" by garbage collection, or "ended" with its cluster."""
     return facts if facts.standing in FINAL_STANDINGS else dataclasses.replace(facts, standing=standing)
 
 

@@ -39,22 +39,16 @@ class Shown:
     """One place where a view is shown: two outputs below a cell."""
 
     def __init__(self, sink: Sink, mark: str, picture: Callable[[], Bundle]) -> None:
-        """Prepare the outputs of the widget and the picture in ``sink``; `show` publishes them.
-
-        ``mark`` is the CSS class of the view's element in the page, by which `_RULES` finds the widget. ``picture()``
-        returns the view as text and HTML as it is now; any thread may call it.
-        """
+        """Prepare the outputs of the widget and the picture in ``sink``; `show` publishes them."""
         self._sink = sink
+        # The CSS class of the view's element in the page, by which `_RULES` finds the widget.
         self._mark = mark
-        self._picture = picture
+        self._picture = picture  # any thread may call it
         self._live_id, self._picture_id = uuid.uuid4().hex, uuid.uuid4().hex
         self._saved: Bundle = {}
 
     def show(self, live: Bundle, metadata: Bundle) -> None:
-        """Publish both outputs: ``live``, the widget by its MIME type without any text, and the picture.
-
-        ``metadata``, by MIME type too, tells the page more of the widget. Call this once.
-        """
+        """Publish both outputs, once: ``live``, the widget by its MIME type without any text, and the picture."""
         self._publish("display_data", self._live_id, live, metadata)
         self._saved = self._drawn()
         self._publish("display_data", self._picture_id, self._saved)

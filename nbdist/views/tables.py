@@ -21,10 +21,7 @@ def as_lines(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def as_html(head: Sequence[str], rows: Sequence[Sequence[str]], faint: Collection[int] = ()) -> str:
-    """Return a table as HTML in the page's font. Rows whose numbers, from 0 on, are in ``faint`` are drawn faintly.
-
-    Cells are escaped, except `Html`. A table that is too wide for the page scrolls.
-    """
+    """Return a table as HTML, its cells escaped except `Html`, and the rows with numbers in ``faint`` drawn faintly."""
     lines = []
     for number, row in enumerate(rows):
         style = ' style="opacity:.6"' if number in faint else ""

@@ -216,10 +216,7 @@ def _set_order(cell: Sequence[Item]) -> None:
 
 
 def _pull(item: Item, others: Sequence[Item], lane: dict[str, int]) -> float:
-    """Return the `order` at which an item would be beside ``others``: the items connected with it at one side.
-
-    ``lane`` has the number of each lane, from top to bottom.
-    """
+    """Return the `order` at which an item would be beside ``others``: the items connected with it at one side."""
     if own := [other.order for other in others if other.lane == item.lane]:
         return sum(own) / len(own)
     if others:

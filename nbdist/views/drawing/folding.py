@@ -161,11 +161,9 @@ class _Graph:
     # -- folding ------------------------------------------------------------------------------
 
     def runs(self, group: Callable[[Key], str]) -> list[list[Key]]:
-        """Return the nodes of each box: consecutive operations of a worker with the same ``group(key)``.
-
-        Operations whose group is "" are cut into runs of at most 2 / `_MOST_BOXES` of all nodes, or of 2 nodes if that
-        is more. Leaves, and operations on one parameter alone, join the run that uses them if only one does.
-        """
+        """Return the nodes of each box: consecutive operations of a worker with the same ``group(key)``."""
+        # Operations whose group is "" are cut into runs of at most 2 / `_MOST_BOXES` of all nodes, or of 2 nodes if
+        # that is more. Leaves, and operations on one parameter alone, join the run that uses them if only one does.
         aside = {key for key in self.order if self._is_aside(key)}
         longest = max(2, math.ceil(len(self.order) / _MOST_BOXES * 2))
         numbers = itertools.count()

@@ -79,10 +79,8 @@ _Band = tuple[Sequence[Bar], Collection[int]]
 
 
 def fold(bars: Sequence[Bar], seconds: float) -> list[Bar]:
-    """Return a row's bars, sorted by start, with neighbours of one kind as one bar if they overlap or are narrow.
-
-    A bar that stands for several has their number as its text, and the tip of the longest. The row has ``seconds``.
-    """
+    """Return a row's bars, sorted by start, with neighbours of one kind as one bar if they overlap or are narrow."""
+    # A bar that stands for several has their number as its text, and the tip of the longest.
     groups: list[list[Bar]] = []
     end = 0.0
     for bar in bars:

@@ -161,11 +161,7 @@ def marks_of_plan(plan: Plan) -> Marks:
 
 
 def as_svg(trace: Trace, marks: Marks | None = None) -> str:
-    """Return the picture of a recorded graph as SVG.
-
-    ``marks`` add a pass: its roots, counts of gradients, states of nodes, critical path and first NaN. Nodes that take
-    no part in the pass are pale then.
-    """
+    """Return the picture of a recorded graph as SVG; ``marks`` add a pass, in which other nodes are pale."""
     if not any(trace.nodes.values()):
         return _text_picture("nothing has been recorded")
     return _Drawing(trace, marks).svg()
@@ -190,7 +186,6 @@ class _Drawing:
         self.path = set(marks.path)
 
     def svg(self) -> str:
-        """Return the whole picture as an SVG document."""
         layout = self.layout
         width = max(layout.width, _NARROWEST)
         legend, foot = self._legend(layout.height + 6, width)
@@ -420,11 +415,8 @@ def _stroke(points: Sequence[Point], *, corners: bool) -> str:
 def _boxed(
     place: NodePlace, box: Box, tags: list[Tag], fill: str | None, edge: tuple[str, float], *, pale: bool, dashed: bool
 ) -> str:
-    """Return a box as SVG: its frame, its name, and small fields at the right end.
-
-    The box's kind chooses form and colour. ``fill`` is a colour in place of its kind's. ``edge`` is the colour and the
-    width of the frame; a ``pale`` box has its own colours. All texts are escaped here.
-    """
+    """Return a box as SVG: its frame, its name, and small fields at the right end. All texts are escaped here."""
+    # The box's kind chooses form and colour; ``fill`` replaces the colour, and a pale box has colours of its own.
     x, y, width, height, kind = place.x, place.y, place.width, place.height, box.kind
     round = height / 2 if kind == "leaf" else 3
     fill, ink, stroke = (fill or _FILL[kind], _INK, edge[0]) if not pale else ("#fff", _FAINT, "#c3c9d1")

@@ -85,11 +85,8 @@ class Layout:
 
 
 def lay_out(diagram: Diagram, width_of: Callable[[Box], float], left: float, widest: float) -> Layout:
-    """Return the places of a diagram's boxes and lines, in pixels.
-
-    The first column begins at ``left``. The diagram is at most ``widest`` wide, unless a single column is wider: it
-    continues in another row of lanes below.
-    """
+    """Return the places of a diagram's boxes and lines, in pixels, from ``left`` on."""
+    # At most ``widest`` wide, unless a single column is wider: it continues in another row of lanes below.
     columns = Columns(diagram)
     cells = columns.cells()
     found = Layout()
@@ -177,10 +174,7 @@ class _Grid:
 
 
 def _stack(cell: Sequence[Item], room: float) -> None:
-    """Place each item of a column in one lane beside the items to its left, if there is room; the order stays.
-
-    ``room`` is the lane's height without its margins, in pixels.
-    """
+    """Place each item of a column in one lane beside the items to its left, if there is room; the order stays."""
     rest = sum(item.height for item in cell)
     free = 0.0
     for item in cell:
@@ -192,10 +186,7 @@ def _stack(cell: Sequence[Item], room: float) -> None:
 
 
 def _rows(widths: Sequence[float], room: float) -> list[list[int]]:
-    """Return the columns' numbers in as few rows as possible, of about equal width.
-
-    No row is wider than ``room``, unless a single column is.
-    """
+    """Return the columns' numbers in as few rows as possible, of about equal width."""
     for count in range(1, len(widths) + 1):
         share = (sum(widths) + _GAP * len(widths)) / count
         # 10 % over the average lets rows become equal; where they do not fit so, they may be as wide as the room.
@@ -203,6 +194,7 @@ def _rows(widths: Sequence[float], room: float) -> list[list[int]]:
             rows = _in_rows(widths, limit)
             if len(rows) <= count:
                 return rows
+    # No row is wider than ``room``, unless a single column is.
     return _in_rows(widths, room)
 
 

@@ -8,10 +8,7 @@ from nbdist.views.drawing.layout import BreakMark, Lane, Layout, Point
 
 
 def mirrored(layout: Layout, left: float) -> Layout:
-    """Return the layout with its boxes and lines from right to left, and its last row of lanes on top; `columns` stay.
-
-    ``left`` is as for `nbdist.views.drawing.layout.lay_out`.
-    """
+    """Return the layout with boxes and lines from right to left, and its last row of lanes on top; `columns` stay."""
     rows: list[list[Lane]] = []
     for lane in layout.lanes:
         # Lanes of one row touch; between rows is a gap.

@@ -58,11 +58,9 @@ def svg(width: int, height: int, title: str, parts: Iterable[str]) -> str:
 
 
 def as_image(svg: str) -> str:
-    """Return a drawing as an HTML image, with a tooltip over the box of each group that has a title.
-
-    The image is as wide as its page allows, and never wider than it was drawn. In a page with less than two thirds of
-    this width, it scrolls. In a dark page it is dark if the drawing uses the classes of `_SVG_STYLE`.
-    """
+    """Return a drawing as an HTML image, with a tooltip over the box of each group that has a title."""
+    # As wide as its page allows, and never wider than it was drawn. In a page with less than two thirds of this width,
+    # it scrolls. In a dark page it is dark if the drawing uses the classes of `_SVG_STYLE`.
     svg = _UNFIT.sub("", svg)
     root = ElementTree.fromstring(svg)
     width, height = float(root.get("width", 0)), float(root.get("height", 0))
@@ -79,10 +77,7 @@ def as_image(svg: str) -> str:
 
 
 def _titled(group: ElementTree.Element, width: float, height: float) -> str:
-    """Return an element with a group's title as its tooltip, over the group's first rectangle; "" if it has none.
-
-    ``width`` and ``height`` are the size of the whole drawing.
-    """
+    """Return an element with a group's title as its tooltip, over the group's first rectangle; "" if it has none."""
     title, box = group.findtext(f"{_SVG}title"), group.find(f"{_SVG}rect")
     if not title or box is None or not width or not height:
         return ""

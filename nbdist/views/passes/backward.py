@@ -205,10 +205,8 @@ class Backward:
         return share
 
     def critical_path(self) -> list[Key]:
-        """Return a chain of nodes, from the first that ran to the last; each node waited for the one before it.
-
-        A node waits for its last gradient, and then for its worker if that runs another node.
-        """
+        """Return a chain of nodes, from the first that ran to the last; each node waited for the one before it."""
+        # A node waits for its last gradient, and then for its worker if that runs another node.
         if not self.ended:
             return []
         ends = self._end_times()

@@ -31,10 +31,8 @@ def as_text(found: Backward) -> list[str]:
 
 
 def as_html(found: Backward, told: str, others: Sequence[tuple[str, Backward]] = ()) -> str:
-    """Return picture, table and remarks as HTML without scripts, and below them folded those of ``others``.
-
-    ``told`` and the texts in ``others`` are the lines above the pictures, and are escaped here.
-    """
+    """Return picture, table and remarks as HTML without scripts, and below them folded those of ``others``."""
+    # ``told`` and the texts in ``others`` are the lines above the pictures, and are escaped here.
     on_gpus = ("GPU",) if found.on_gpu else ()
     rows = []
     for share in found.shares():

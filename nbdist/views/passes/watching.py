@@ -129,10 +129,7 @@ class Watcher:
 
     @classmethod
     def of(cls, watch: Watch) -> Watcher:
-        """Return a watcher that draws and steers a `Watch` that the user has made.
-
-        It replaces the watch's callbacks; `close` closes the watch, too.
-        """
+        """Return a watcher that draws and steers a `Watch` that the user has made, whose callbacks it replaces."""
         self = cls(paused=watch.paused, given=watch)
         self._follow(watch)
         self._on_news(watch)  # needed for a watch that has ended, which will have no more news
@@ -515,10 +512,8 @@ class Watcher:
             self._follow(self._recorder.passes.observing.watch(context, paused=self._must_halt(), norms=self._norms))
 
     def look_at(self, context: Context, opened: int) -> Watching | None:
-        """Watch a context that another worker has opened as its ``opened``-th; return a record, or None to refuse.
-
-        The worker calls this, and its step waits for the answer.
-        """
+        """Watch a context that another worker has opened as its ``opened``-th; return a record, or None to refuse."""
+        # The worker's step waits for the answer.
         with self._changed:
             self._opened[context.maker] = opened
             # Not while another pass is under way, unless the next pass must halt.

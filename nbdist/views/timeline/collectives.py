@@ -60,11 +60,9 @@ class Collective(NamedTuple):
 
 
 def join(calls: Mapping[str, CollectiveCalls], begun: Mapping[str, float], seconds: float) -> list[Collective]:
-    """Return the collectives of a recording of so many ``seconds``, the first one first.
-
-    ``calls`` has what each worker has called, and ``begun`` when the recording began on each worker's clock, both by
-    the workers' names. A collective is left out if a member came to it before the member's calls are known.
-    """
+    """Return the collectives of a recording of so many ``seconds``, the first one first."""
+    # ``begun`` is when the recording began, on each worker's clock. A collective is left out if a member came to it
+    # before the member's calls are known.
     names = {each.rank: worker for worker, each in calls.items()}
     together: dict[tuple[object, ...], dict[str, CollectiveCall]] = {}
     for worker, each in calls.items():

@@ -27,11 +27,8 @@ _OTHERS = "nbdist's own work"  # the name of all calls of nbdist that have no wo
 
 
 def name_call(label: str, callee: Any, args: Sequence[Any]) -> tuple[str, str] | None:
-    """Return the kind of a call (of `views.drawing.gantt.KINDS`) and its name in a timeline; None if it is left out.
-
-    ``label`` is the name under which the caller sent the call. A worker runs this for every recorded call, so it asks
-    no other worker.
-    """
+    """Return the kind of a call (of `views.drawing.gantt.KINDS`) and its name in a timeline; None if left out."""
+    # A worker runs this for every recorded call, so it asks no other worker.
     module = str(getattr(callee, "__module__", None) or type(callee).__module__)
     if not module.startswith("nbdist."):
         owner = getattr(callee, "__self__", None)

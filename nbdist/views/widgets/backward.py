@@ -44,10 +44,7 @@ class BackwardView(View):
             self.detail = page.detail(found, self._chosen) if found is not None and self._chosen is not None else {}
 
     def press(self, message: dict[str, Any]) -> None:
-        """Act on a button: look (choose a node), slow, pause, run, step, or run until a node or event.
-
-        ``message`` has "press", the button, and "node", "worker" or "until". Slow motion keeps this thread busy.
-        """
+        """Act on a button: look (choose a node), slow, pause, run, step, or run until a node or event."""
         watcher, what = self._watcher, message.get("press")
         if what == "look":
             self._chosen = _key(message["node"])

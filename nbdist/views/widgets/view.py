@@ -52,10 +52,8 @@ _log = logging.getLogger("nbdist.views")
 
 
 def script(*names: str) -> Any:
-    """Return a trait with JavaScript modules of the folder ``static`` joined into one text, for a widget's ``_esm``.
-
-    The order matters: a module comes after the modules that it imports.
-    """
+    """Return a trait with JavaScript modules of the folder ``static`` joined into one text, for a widget's ``_esm``."""
+    # In the order of ``names``: a module comes after the modules that it imports.
     # Without the imports: a page cannot import the modules from anywhere.
     text = "\n".join(_IMPORT.sub("", _BUNDLED.sub(_bundled, _read(name))) for name in names)
     return traitlets.Unicode(text).tag(sync=True)
@@ -117,12 +115,10 @@ class View(anywidget.AnyWidget):
     # -- the picture --------------------------------------------------------------------------
 
     def show(self, sink: Sink, picture: Callable[[], Bundle]) -> None:
-        """Show the view in ``sink``, a cell's output, and behind it the picture, which stays when the view is closed.
-
-        ``picture()`` returns the view as text and HTML, by MIME type; the painter's thread calls it again and again.
-        """
+        """Show the view in ``sink``, a cell's output, and behind it the picture, which stays after `close`."""
         # In Colab the metadata names the program that draws widgets, and the page draws none without it.
         live, metadata = self._repr_mimebundle_() or ({}, {})
+        # The painter's thread calls ``picture`` again and again.
         place = Shown(sink, self.mark, picture)
         place.show({kind: data for kind, data in live.items() if kind == _WIDGET}, metadata)
         self._places.append(place)

@@ -168,7 +168,6 @@ _ABSENT_BYTES_NOTED = 1_000_000  # of counted memory that is not the worker's ow
 
 
 def _line_of_silent(found: Holdings) -> list[str]:
-    """Return a line that names the workers without an answer, or nothing."""
     return [f"{', '.join(found.silent)} did not answer"] if found.silent else []
 
 

@@ -162,10 +162,7 @@ class Look:
         return cls(totals, amounts)
 
     def growth(self, memory: WorkerMemory, total: int | None) -> int | None:
-        """Return by how many bytes a worker has grown to ``total`` since this look.
-
-        None if that is not known, as for a worker that was restarted.
-        """
+        """Return by how many bytes a worker has grown to ``total`` since this look; None if that is not known."""
         known = self.totals.get(memory.incarnation)
         return total - known[1] if known is not None and total is not None else None
 
@@ -191,16 +188,14 @@ def compare(rows: Sequence[Row], last: Look | None) -> list[Row]:
 
 
 def fold(rows: Sequence[Row]) -> list[Row]:
-    """Return fewer rows, by worker, and small variables at the end: equal rows, and the smaller ones, are put together.
-
-    Small variables that are equal on several workers share a row, and those that differ share one on each worker.
-    """
+    """Return fewer rows, by worker: equal ones and the smaller ones put together, and small variables at the end."""
     large, small = list[Row](), list[Row]()
     for group in grouped(rows, lambda row: (row.workers[0], row.kind)).values():
         equal = sorted(_fold_equal(group), key=lambda row: -row.amount)
         small += [row for row in equal if row.digest is not None]
         left = [row for row in equal if row.digest is None]
         large += [*left[:_ROWS_UNFOLDED], *_by_type(left[_ROWS_UNFOLDED:], "more")]
+    # Those that are equal on several workers share a row, and those that differ share one on each worker.
     shared = grouped(fold_workers(small), lambda row: row.workers).values()
     return [*fold_workers(large), *(row for group in shared for row in _by_type(group, "small"))]
 

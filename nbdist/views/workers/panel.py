@@ -73,10 +73,8 @@ class Panel:
                     course.add("in", round(sum(rate for (_, other), rate in self._rates.items() if other == row.name)))
 
     def _note_rates(self, name: str, counts: Mapping[str, int], now: float) -> None:
-        """Compute the bytes a second that the worker ``name`` sends to each other worker, since the last sample.
-
-        ``counts`` has its total bytes until now by receiver. The caller holds the lock.
-        """
+        """Compute the bytes a second that the worker ``name`` sends to each other worker, since the last sample."""
+        # ``counts`` has its total bytes until now by receiver. The caller holds the lock.
         known, at = self._sent.get(name, ({}, now))
         self._sent[name] = counts, now
         for other, count in counts.items():
@@ -85,13 +83,11 @@ class Panel:
                 self._rates[name, other] = max(0, count - known.get(other, 0)) / (now - at)
 
     def talk(self) -> list[tuple[str, str, int, float]]:
-        """Return the pairs of workers where the first waits for the second, or sends it much data, as last sampled.
-
-        Each is (first, second, calls of the first that wait for an answer, bytes a second).
-        """
+        """Return the pairs of workers where the first waits for the second, or sends it much data, as last sampled."""
         waits = {(row.name, other): count for row in self.rows for other, count in row.report.waits.items()}
         busy = [pair for pair, rate in self._rates.items() if rate >= _QUIET_BYTES_PER_SECOND]
         pairs = dict.fromkeys([*waits, *busy])
+        # Each with the calls of the first that wait for an answer, and the bytes a second.
         return [(*pair, waits.get(pair, 0), self._rates.get(pair, 0.0)) for pair in pairs]
 
     def blamed(self) -> list[str]:
@@ -148,11 +144,8 @@ class Panel:
 
 
 def blamed(waits: Mapping[str, Sequence[str]], places: Mapping[str, str]) -> list[str]:
-    """Return a line for each chain of workers that wait for one another, `_CHAINS_SHOWN` at most. Pure.
-
-    ``waits`` has the workers for which each worker waits, ``places`` the code that each runs. A chain ends at a worker
-    that waits for nobody, which holds up the others, or it is a circle.
-    """
+    """Return a line for each chain of workers that wait for one another, `_CHAINS_SHOWN` at most. Pure."""
+    # A chain ends at a worker that waits for nobody, which holds up the others, or it is a circle.
     awaited = {other for others in waits.values() for other in others}
     seen: set[str] = set()
     found: list[str] = []
@@ -208,10 +201,7 @@ class Course:
         return {name: list(kept) for name, kept in self._kept.items()}
 
     def share(self, pid: int | None, spent: float | None, now: float) -> float:
-        """Return how many CPU cores a process has used on average since the last call, 0 if that is not known.
-
-        ``spent`` is the CPU time that it has used, in seconds.
-        """
+        """Return how many CPU cores a process has used on average since the last call, 0 if that is not known."""
         known = self._spent
         if spent is None or pid is None:
             return 0.0

@@ -30,12 +30,9 @@ class _Shown(NamedTuple):
 
 
 def say(printed: Sequence[Printed], span: LineRange | None) -> str:
-    """Return the lines that workers have printed as text; a line before them says if they are not all.
-
-    ``span`` chooses lines by number. Without it, all lines are shown. If there are too many lines of one cell, this
-    shows the lines that the cell's output left out, from the first of them on. If there are too many lines of all
-    cells, it shows the last ones.
-    """
+    """Return the lines that workers have printed as text; a line before them says if they are not all."""
+    # Without ``span``, all lines. If there are too many of one cell, those that the cell's output left out, from the
+    # first of them on; if there are too many of all cells, the last ones.
     most = max(1, _LINES_SHOWN // max(1, len(printed)))
     said: list[str] = []
     for shown, group in grouped(printed, lambda each: _choose_lines(each, span, most)).items():
@@ -82,10 +79,7 @@ def _lines_to_show(shown: _Shown, cell: int | None) -> list[str]:
 
 
 def save(printed: Sequence[Printed], file: str) -> int:
-    """Write all lines that are kept to a file, and return their number. Raises OSError if the file cannot be written.
-
-    With several workers, each line begins with its worker's label.
-    """
+    """Write all lines that are kept to a file, and return their number. Raises OSError if it cannot be written."""
     count = 0
     with Path(file).expanduser().open("w", errors="backslashreplace") as out:
         for each in printed:
