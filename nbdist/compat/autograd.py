@@ -13,8 +13,6 @@ def is_available() -> bool:
 
 
 def _is_valid_context(context_id: int) -> None:
-    """Raise UsageError if this worker has no context with this id; else do nothing.
-
-    torch's `DistributedOptimizer` calls this, and so do the optimizers that were copied from it.
-    """
+    """Raise UsageError if this worker has no context with this id; else do nothing."""
+    # torch's `DistributedOptimizer` calls this, and so do the optimizers that were copied from it.
     recorder().contexts.get(context_id)

@@ -126,10 +126,8 @@ def _find_round(sequence_id: str) -> _Round | None:
 
 
 def gather_from_subtree(sequence_id: str, worker_name: str, objects: dict[str, Any]) -> None:
-    """Add the objects of a member and of all below it; end this member's wait when it has those of its own subtree.
-
-    A child calls this on its parent by RPC. Raises RuntimeError if it has sent its objects before.
-    """
+    """Add the objects of a member and of all below it; end this member's wait when it has those of its own subtree."""
+    # A child calls this on its parent by RPC.
     with _lock:
         if (gathering := _find_round(sequence_id)) is None:
             return  # this member has given up
@@ -146,10 +144,8 @@ def gather_from_subtree(sequence_id: str, worker_name: str, objects: dict[str, A
 
 
 def broadcast_to_followers(sequence_id: str, objects_map: dict[str, Any]) -> None:
-    """Pass the objects of all members to the members below this one; then end this member's own wait.
-
-    A parent calls this on each child by RPC. Raises RpcTimeout, with torch's text, if a member below cannot be reached.
-    """
+    """Pass the objects of all members to the members below this one; then end this member's own wait."""
+    # A parent calls this on each child by RPC.
     agent = api.current_agent()
     with _lock:
         gathering = _rounds.get((agent.me.incarnation, sequence_id))
@@ -162,11 +158,9 @@ def broadcast_to_followers(sequence_id: str, objects_map: dict[str, Any]) -> Non
 
 
 def fail_gathering(names: Sequence[str], number: int, worker_name: str, error: NbdistError) -> None:
-    """End round ``number`` of a group on this member with an error, and tell its parent and its children the same.
-
-    ``worker_name`` is the caller, if the caller's own round has failed; else empty. Does nothing if the round has ended
-    or failed here, or if this member is the leader and has all objects: then it needs the lost member no longer.
-    """
+    """End round ``number`` of a group on this member with an error, and tell its parent and its children the same."""
+    # ``worker_name`` is the caller, if the caller's own round has failed; else empty. Nothing happens on a leader that
+    # has all objects: it needs the lost member no longer.
     agent = api.current_agent()
     with _lock:
         gathering = _find_round(_sequence_id(names, number))
@@ -256,11 +250,7 @@ class _Wait:
         self._looks = 0  # checks that have found a member outside of `_near` gone
 
     def until(self, outcome: Future[dict[str, Any]]) -> dict[str, Any]:
-        """Wait for the objects, and return them by name.
-
-        Raises WorkerLost if a member of `_near` is lost, UnknownWorker if a name was never a member, and RpcTimeout at
-        the deadline.
-        """
+        """Wait for the objects, and return them by name. Raises WorkerLost if a member of `_near` is lost."""
         while True:
             left = self._deadline - time.monotonic()
             try:

@@ -32,10 +32,7 @@ _lock = threading.Lock()  # guards the attribute ``_compat_type`` of all referen
 
 
 def extend() -> None:
-    """Add torch's private methods to the class RRef, and make its public methods raise torch's errors.
-
-    `nbdist.compat.install` calls this once.
-    """
+    """Add torch's private methods to the class RRef, and make its public methods raise torch's errors. Once."""
     methods: tuple[Any, ...] = _get_type, _serialize, staticmethod(_deserialize)
     for method in methods:
         if method.__name__ not in vars(RRef):
@@ -83,12 +80,10 @@ def _type_of(rref: RRef[Any]) -> type:
 
 
 def _get_type(self: RRef[Any], timeout: float = UNSET_RPC_TIMEOUT, blocking: bool = True) -> Any:
-    """Return the type of the value; without ``blocking``, a Future of the type. The owner is asked only once.
-
-    If the request failed, the next call repeats it.
-    """
+    """Return the type of the value; without ``blocking``, a Future of the type. The owner is asked only once."""
     with _lock:  # two threads that ask at once send one call
         future: Future[type] | None = getattr(self, "_compat_type", None)
+        # If the request failed, it is repeated.
         if future is None or (future.done() and future.exception() is not None):
             future = api.current_agent().call(self.owner(), _type_of, self, timeout=timeout)
             self._compat_type = future  # type: ignore[attr-defined]
@@ -114,10 +109,8 @@ class Serialized:
         self._fork = fork
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Return how pickle rebuilds a copy, with a new fork for an unknown receiver.
-
-        The value lives until the copy's `accept`, or for ever if the bytes are never read.
-        """
+        """Return how pickle rebuilds a copy, with a new fork for an unknown receiver."""
+        # The value lives until the copy's `accept`, or for ever if the bytes are never read.
         # A copy has one fork only, so pickling the copy again hands that fork on instead of making another one.
         return Serialized, (None, self._fork if self._rref is None else _fork_for_anybody(self._rref))
 
@@ -179,10 +172,7 @@ def _accept_fork(data: bytes) -> RRef[Any]:
 
 
 def release_users(agent: Agent, timeout: float) -> None:
-    """Release all references to values of other workers; wait up to ``timeout`` seconds until the owners know it.
-
-    References that the program still has cannot be used afterwards. Returns even if owners do not answer in time.
-    """
+    """Release all references to values of other workers; wait up to ``timeout`` seconds until the owners know it."""
     deadline = time.monotonic() + durations.positive(timeout)  # refuses a wrong timeout before anything is released
     agent.references.release_all()
     while (agent.references.forks.users or agent.links.outstanding()) and time.monotonic() < deadline:

@@ -62,10 +62,8 @@ def refuse_worker_info(error: UsageError, name: Any) -> NoReturn:
 
 
 def refuse_rref(error: NbdistError, what: str, rref: RRef[Any]) -> NoReturn:
-    """Raise the error that torch raises for a use of ``rref``, which nbdist has refused with ``error``.
-
-    ``what`` is "to_here()", "fork" or the like, and empty for a call of a method of the value.
-    """
+    """Raise the error that torch raises for a use of ``rref``, which nbdist has refused with ``error``."""
+    # ``what`` is "to_here()", "fork" or the like, and empty for a call of a method of the value.
     _raise(_of_rref(error, what, rref), error)
 
 
@@ -136,10 +134,8 @@ def refuse_file(file: io.TextIOWrapper) -> NoReturn:
 
 
 def of_lacking(error: BaseException, worker: str) -> BaseException:
-    """Return torch's error for a call whose function or class ``worker`` lacks, or whose result is on an unmapped GPU.
-
-    `nbdist.rpc.failures` calls this for each error that a call brings back.
-    """
+    """Return torch's error for a call whose function ``worker`` lacks, or whose result is on an unmapped GPU."""
+    # `nbdist.rpc.failures` calls this for each error that a call brings back.
     if isinstance(error, EncodeError) and error.unmapped:
         unmapped = _of_unmapped(error)
         unmapped.__cause__ = error
@@ -177,10 +173,7 @@ def _id_of(worker: str) -> int | str:
 
 
 def of_leaks(forks: Sequence[tuple[GlobalId, GlobalId]]) -> RuntimeError:
-    """Return torch's error for an RPC that has ended while other workers still refer to values of this worker.
-
-    ``forks`` has pairs of a reference's id and a fork's id. The cause of the error says what to do.
-    """
+    """Return torch's error for an RPC that has ended while other workers still refer to values of this worker."""
     said = RuntimeError("".join(f"Leaking RRef {rref} with fork Id {fork}\n" for rref, fork in forks))
     said.__cause__ = RRefError(
         f"{len(forks)} references to values of this worker were not deleted before shutdown; next time, delete the "

@@ -25,11 +25,7 @@ _SUBSTITUTES = {
 
 
 def refuse(owner: str, name: str) -> Any:
-    """Raise AttributeError for ``owner.name``, with the substitute if there is one. Never returns.
-
-    ``owner`` is the name of a class, or of ipyparallel itself. Without a substitute, the text names the page that lists
-    what nbdist has.
-    """
+    """Raise AttributeError for ``owner.name``, with the substitute if there is one. Never returns."""
     asked = name.removesuffix("_sync")
     known = (f": use {instead}" for instead, names in _SUBSTITUTES.items() if asked in names.split())
     advice = next(known, "; docs/coming_from.md lists what there is")

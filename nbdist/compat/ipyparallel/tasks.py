@@ -21,26 +21,20 @@ class Reference:
 
 
 def call(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Call a function and return its value. A `Reference`, as the function or an argument, is evaluated first.
-
-    Runs on the worker; its errors become errors of the task. Raises NameError if the worker has no such variable.
-    """
+    """Call a function and return its value. A `Reference`, as the function or an argument, is evaluated first."""
+    # On the worker. Its errors become errors of the task.
     return _resolved(function)(*map(_resolved, args), **{name: _resolved(value) for name, value in kwargs.items()})
 
 
 def call_each(function: Any, rows: Sequence[Sequence[Any]]) -> list[Any]:
-    """Call a function, which may be a `Reference`, once for each row of arguments; return the values.
-
-    Runs on the worker. The first error ends it, and becomes the error of the task.
-    """
+    """Call a function, which may be a `Reference`, once for each row of arguments; return the values."""
+    # On the worker. The first error ends it, and becomes the error of the task.
     return [_resolved(function)(*row) for row in rows]
 
 
 def take_name() -> None:
-    """Make ``import ipyparallel`` import nbdist's substitute on this worker, for the user's modules that import it.
-
-    Does nothing if the worker has imported ipyparallel itself.
-    """
+    """Make ``import ipyparallel`` import nbdist's substitute on this worker, for the user's modules that import it."""
+    # Not if the worker has imported ipyparallel itself.
     sys.modules.setdefault("ipyparallel", sys.modules["nbdist.compat.ipyparallel"])
 
 
