@@ -35,10 +35,7 @@ class CopyStep(NamedTuple):
 
 
 def from_gpu(length: int, chunk: int) -> Iterator[CopyStep]:
-    """Yield the steps that copy ``length`` bytes from a GPU, in chunks of ``chunk`` bytes.
-
-    After the last step, all bytes are in the host's memory, and no copy is under way.
-    """
+    """Yield the steps that copy ``length`` bytes from a GPU, in chunks of ``chunk`` bytes."""
     before: tuple[int, int, int] | None = None
     for piece in _pieces(length, chunk):
         # Before the earlier chunk is drained: the GPU copies this one while the processor drains that one.
@@ -53,10 +50,8 @@ def from_gpu(length: int, chunk: int) -> Iterator[CopyStep]:
 
 
 def to_gpu(length: int, chunk: int) -> Iterator[CopyStep]:
-    """Yield the steps that copy ``length`` bytes to a GPU, in chunks of ``chunk`` bytes.
-
-    After the last step, the copies of the last chunks may still be under way.
-    """
+    """Yield the steps that copy ``length`` bytes to a GPU, in chunks of ``chunk`` bytes."""
+    # After the last step, the copies of the last chunks may still be under way.
     for number, piece in enumerate(_pieces(length, chunk)):
         if number >= BUFFERS:
             # The GPU may still read the chunk that was in this buffer two chunks ago.

@@ -40,10 +40,7 @@ class PinnedLane:
         self._events: list[torch.cuda.Event] = []
 
     def begin(self, on_gpu: torch.Tensor) -> None:
-        """Have the copies that follow wait, on the GPU, for what the calling thread's current stream does so far.
-
-        ``on_gpu`` has the memory that the copies read or write.
-        """
+        """Have the copies that follow wait, on the GPU, for what the calling thread's current stream does so far."""
         device = on_gpu.device
         stream = self._streams.get(device)
         if stream is None:

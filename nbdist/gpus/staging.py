@@ -201,10 +201,8 @@ def _copied(
     on_gpu: torch.Tensor,
     on_host: torch.Tensor,
 ) -> bool:
-    """Copy bytes between a GPU and the host in these steps; return False if torch should copy all of them instead.
-
-    When this returns or raises an error, no copy is under way, unless the GPU has failed.
-    """
+    """Copy bytes between a GPU and the host in these steps; return False if torch should copy all of them instead."""
+    # When this returns or raises an error, no copy is under way, unless the GPU has failed.
     lanes = process_lanes  # a child's fork replaces them
     try:
         with pinned.on(device):

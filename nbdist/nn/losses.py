@@ -32,11 +32,7 @@ def check_loss_fn(loss_fn: Callable[..., torch.Tensor]) -> None:
 def loss_of(
     loss_fn: Callable[..., torch.Tensor], output: Any, targets: Values, rows: int, all_rows: int, reduction: Reduction
 ) -> torch.Tensor:
-    """Return a micro-batch's share of the batch's loss; the shares of all micro-batches add up to that loss.
-
-    ``reduction`` says what ``loss_fn`` returns: the ``"mean"`` of the rows, which is weighted by ``rows / all_rows``,
-    or their ``"sum"``, which is taken as it is.
-    """
+    """Return a micro-batch's share of the batch's loss; the shares of all micro-batches add up to that loss."""
     loss = loss_fn(output, *targets)
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
         what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__

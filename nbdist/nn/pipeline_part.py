@@ -126,11 +126,8 @@ class PipelinePart:
     # -- a step -------------------------------------------------------------------------------
 
     def run(self, order: Order, inputs: Sequence[Values], targets: Sequence[Values]) -> Done:
-        """Run this worker's share of a step; return a `Done`: when each operation ran, and the losses or outputs.
-
-        ``inputs`` are the micro-batches for the first stage, ``targets`` those for the loss; both are empty on workers
-        that do not need them. Raises `Abandoned` if the step has failed elsewhere, else what an operation raised.
-        """
+        """Run this worker's share of a step; return a `Done`: when each operation ran, and the losses or outputs."""
+        # Raises `Abandoned` if the step has failed elsewhere. The inputs are empty on workers that do not need them.
         with self._lock:
             if order.step in self._over:
                 raise Abandoned(f"{self._over[order.step]} (this worker had not begun the step)")
@@ -148,10 +145,8 @@ class PipelinePart:
                 self._end(order.step, f"step {order.step} of the pipeline is over")
 
     def deliver(self, step: int, kind: str, stage: int, micro_batch: int, wanted: int, *values: Any) -> None:
-        """Store the input of an operation, sent by the worker of a neighbouring stage, in the step's inbox.
-
-        Bit ``i`` of ``wanted`` says whether value ``i`` needs a gradient.
-        """
+        """Store the input of an operation, sent by the worker of a neighbouring stage, in the step's inbox."""
+        # Bit ``i`` of ``wanted`` says whether value ``i`` needs a gradient.
         if (inbox := self.inbox(step)) is not None:
             inbox.put(Op(kind, stage, micro_batch), (wanted, values))
 
@@ -381,10 +376,8 @@ class _Step:
         return loss
 
     def _backward(self, op: Op, given: Values, look: Look) -> None:
-        """Run one stage backward for one micro-batch, add up its parameters' gradients, send its input's gradients.
-
-        ``given`` has the gradient of each of the stage's outputs, or None for an output without one and for the loss.
-        """
+        """Run one stage backward for one micro-batch; add up its parameters' gradients, send its inputs'."""
+        # ``given`` has the gradient of each of the stage's outputs, or None for an output without one and for the loss.
         entry, value = self._kept.pop((op.stage, op.micro_batch))
         roots = [
             (root, gradient.to(root.device) if gradient is not None else None)
@@ -487,11 +480,7 @@ def build_stages(
     prefixed: bool,
     options: Mapping[str, Any],
 ) -> RRef[PipelinePart]:
-    """Make this worker's stages and a part for them, and return a reference to the part.
-
-    With ``prefixed``, the names in a stage's state begin with the stage's number. ``options`` are further arguments of
-    `Stage`.
-    """
+    """Make this worker's stages and a part for them, and return a reference to the part."""
     stages = {}
     for index, maker in makers.items():
         module = maker if isinstance(maker, torch.nn.Module) else maker()

@@ -55,10 +55,8 @@ class PipelineParts:
         orders: Sequence[tuple[Order, list[Values], list[Values]]],
         on_failure: Callable[[BaseException], object],
     ) -> list[Done]:
-        """Run one step, with each worker's order, inputs and targets; return the answers by worker.
-
-        If a worker fails or the user interrupts, all workers abandon the step, and ``on_failure(error)`` is called.
-        """
+        """Run one step, with each worker's order, inputs and targets; return the answers by worker."""
+        # If a worker fails or the user interrupts, all workers abandon the step, and ``on_failure(error)`` is called.
         agent = self._agent
         outcome = Latch()
         outcome.on_interrupt = lambda: self._abandon(step, context_id, "it was interrupted")

@@ -139,12 +139,10 @@ def tables_of(schedule: str, workers: int, stages: int) -> Callable[[int], Table
 
 
 def _operations(kind: str, worker: int, workers: int, stages: int, micro_batches: int) -> Iterator[Op]:
-    """Yield a worker's operations of one kind in order: groups of ``workers`` micro-batches.
-
-    A group goes through one of the worker's stages completely before it goes through the next.
-    """
+    """Yield a worker's operations of one kind in order: groups of ``workers`` micro-batches."""
     own = range(worker, stages, workers)[:: KINDS[kind].direction]
     for first in range(0, micro_batches, workers):
+        # A group goes through one of the worker's stages completely before it goes through the next.
         for stage in own:
             for micro_batch in range(first, min(first + workers, micro_batches)):
                 yield Op(kind, stage, micro_batch)
@@ -174,10 +172,7 @@ def goes_to(op: Op, stages: int) -> Op | None:
 
 
 def simulate(table: Table, stages: int, cost: Callable[[Op], float] = lambda op: 1.0) -> list[list[OpTimes]]:
-    """Return when each operation would run, as early as it can, if sending took no time; rows as in the table.
-
-    ``cost`` gives an operation's seconds. Raises `UsageError` if the workers would wait for each other for ever.
-    """
+    """Return when each operation would run, as early as it can, if sending took no time; rows as in the table."""
     rows: list[list[OpTimes]] = [[] for _ in table]
     ended: dict[Op, float] = {}
     going_on = True

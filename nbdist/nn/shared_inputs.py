@@ -23,12 +23,10 @@ from nbdist.nn.batches import Values, wants_grad
 
 
 class _Entry(Function):
-    """The autograd node by which a tensor enters a stage.
+    """The autograd node by which a tensor enters a stage."""
 
-    The node gives the tensor a history. So a module may change it in place; autograd forbids this for a leaf that
-    requires grad.
-    """
-
+    # It gives the tensor a history. So a module may change it in place; autograd forbids this for a leaf that
+    # requires grad.
     @staticmethod
     def forward(
         ctx: Any, anchor: torch.Tensor, gradients: list[torch.Tensor | None], index: int, tensor: list[torch.Tensor]
@@ -41,7 +39,6 @@ class _Entry(Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, ...]:
-        """Store the gradient in the list that `enter` returned; nothing flows further back."""
         ctx.gradients[ctx.index] = gradient
         return None, None, None, None
 
@@ -51,11 +48,9 @@ _entered: Any = _Entry.apply
 
 
 def enter(values: Values, wanted: int) -> tuple[Values, list[torch.Tensor | None]]:
-    """Return the arguments to call a stage with, and a list that the backward pass fills with their gradients.
-
-    Bit ``i`` of ``wanted`` says whether value ``i`` gets a gradient; the list has None for the other values. If the
-    same tensor object occurs twice, the list has the sum at its first place, and None at the second.
-    """
+    """Return the arguments to call a stage with, and a list that the backward pass fills with their gradients."""
+    # Bit ``i`` of ``wanted`` says whether value ``i`` gets a gradient; the list has None for the other values. If the
+    # same tensor object occurs twice, the list has the sum at its first place, and None at the second.
     gradients: list[torch.Tensor | None] = [None] * len(values)
     entered: dict[int, torch.Tensor] = {}
     found = list(values)

@@ -37,11 +37,8 @@ class Stage:
         self._copies: dict[str, torch.Tensor] = {}
 
     def __call__(self, values: Values, step: int, micro_batch: int) -> Any:
-        """Return the module's output for one micro-batch; move the values to the stage's device first.
-
-        ``step`` and ``micro_batch`` choose the seed of the module's random draws: calling it again with both draws the
-        same numbers.
-        """
+        """Return the module's output for one micro-batch; move the values to the stage's device first."""
+        # A second call with the same step and micro-batch draws the same random numbers.
         values = tuple(
             value.to(self.device) if isinstance(value, torch.Tensor) and value.device != self.device else value
             for value in values

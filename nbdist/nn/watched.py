@@ -131,11 +131,7 @@ class WatchedShare:
     def doing(
         self, op: Op, given: Sequence[Any], device: torch.device | None = None
     ) -> Iterator[Callable[[Sequence[Any]], None]]:
-        """Report the operation that the block runs; halt before the block if the watcher says so.
-
-        Yields a function that the block must call with the operation's outputs, before it sends them: then the worker
-        that made a NaN reports it before the workers that receive it can.
-        """
+        """Report the operation that the block runs; halt before the block if the watcher says so."""
         if any(self._places[needed.stage] != self._me for needed in what_it_needs(op, self._stages)):
             self._observer.note("arrived", message=_message_number(op, self._stages))
         known = tuple(each for each in given if isinstance(each, torch.Tensor))
@@ -148,6 +144,8 @@ class WatchedShare:
             raise
         on_gpu = spans.begin(device)
         began = time.perf_counter()
+        # The block calls this with its outputs, before it sends them: then the worker that made a NaN reports it before
+        # the workers that receive it can.
         yield lambda made: self._look(op, number, made, known)
         seconds = time.perf_counter() - began
         span = on_gpu.end() if on_gpu is not None else None

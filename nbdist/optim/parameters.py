@@ -39,10 +39,7 @@ class Group:
 
 
 def read_groups(given: Any) -> list[Group]:
-    """Return the parameter groups of ``given``, a `DistributedOptimizer`'s ``params_rref``, without the empty ones.
-
-    Raises UsageError if there is no parameter, an entry is no reference, or the user gave two parameters the same name.
-    """
+    """Return the parameter groups in ``given``, the ``params_rref`` of an optimizer, without the empty ones."""
     groups = [group for group in _read_all(given) if group.rrefs]
     if not groups:
         raise UsageError("optimizer got an empty parameter list")
