@@ -473,7 +473,7 @@ class Cell:
         self._maybe_end(part)
 
     def _take_error(self, part: CellPart, name: str | None) -> bool:
-        """Make the last error message in `CellPart.held` the error of a part, if its class is ``name``, or for None."""
+        """Make the last error message in `CellPart.held` the part's error, if its class is ``name``; None for any."""
         errors = [message for message in part.held if message.kind == "error"]
         # A kernel replies "NoneType" if the ``repr`` of the error fails.
         if not errors or name not in (None, "NoneType", errors[-1].content["ename"]):

@@ -224,7 +224,8 @@ class GroupStore(dist.Store):  # type: ignore[misc]  # dist is Any
         return int(self._change("add", key, amount))
 
     def compare_set(self, key: str, expected: bytes | str, desired: bytes | str) -> bytes:
-        """Give a key the desired value if its value, or "" for none, is the expected one; return its value then."""
+        """Give a key the desired value if its value is the expected one; return its value afterwards."""
+        # A missing value counts as empty.
         return bytes(self._change("compare_set", key, _bytes(expected), _bytes(desired)))
 
     def delete_key(self, key: str) -> bool:

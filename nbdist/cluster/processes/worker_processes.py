@@ -127,7 +127,7 @@ class Processes:
     def start(
         self, name: str, entry: str, arguments: Sequence[str] = (), environment: Mapping[str, str] | None = None
     ) -> Future[int]:
-        """Start a worker that calls ``entry``, a ``module:function``, with ``arguments``; return its future pid."""
+        """Start a worker that calls ``entry`` (``module:function``) with ``arguments``; return a future of its pid."""
         start = zygote.Start(
             name, entry, list(arguments), _environment(environment), _directory(), str(self.log(name)), _import_path()
         )

@@ -197,7 +197,7 @@ class Exchange:
         return instructions
 
     def abandoned(self, caller: int, id: int) -> tuple[GlobalId | None, list[Arrival]]:
-        """Record that a refused call will not be repeated; return its value, never made, and calls to resume."""
+        """Record that a refused call will not be repeated; return the value it never makes, and calls to resume."""
         result = self._refused.pop((caller, id), None)
         if result is None:
             return None, []
