@@ -82,7 +82,9 @@ class Recorder:
         self.contexts.is_gone = agent.membership.is_gone
         self.contexts.on_displaced = lambda context: transport.submit(partial(self._end, context))
         self._freezing = Freezing(agent, transport)
-        self.passes = Passes(transport, self.contexts, self._freezing.freeze)
+        self.freeze = self._freezing.freeze
+        """Stops the clocks of all members while somebody looks, or lets them run again: see `Freezing`."""
+        self.passes = Passes(transport, self.contexts, self.freeze)
         self._agent = agent
         self._warned: set[tuple[str, int]] = set()  # places in the user's code, as (file, line)
         self._watchers: list[tuple[Callable[[Context], None], Callable[[], bool]]] = []  # given to `when_opened`

@@ -210,10 +210,13 @@ class Agent:
         self.find, self.timeout_of = self.caller.find, self.sender.timeout_of
         self.read_as_guest: Callable[[Latch], None] | None = None
         """Lets a thread that waits for an answer read messages itself; None if only the pool's threads may read."""
+        self.dismiss_guest: Callable[[], None] = lambda: None
+        """Makes the thread that reads as a guest sleep on its latch instead."""
         # A channel that lets only one thread read at a time has no place for a guest.
         if channel.readers > 1:
             guest = WaitingReader(channel, links, self._read_as_guest, self.submit)
             self.read_as_guest = self.caller.read_as_guest = guest.read
+            self.dismiss_guest = guest.dismiss
             self.caller.expect, self.sender.expect_no_more = channel.expect, channel.expect_no_more
         self.stopping = self.executor.stopping = Stopping(
             me,

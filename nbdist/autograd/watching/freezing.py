@@ -1,8 +1,9 @@
-"""Stops the clocks of calls on all members while a watched pass is paused, so that no call times out meanwhile."""
+"""Stops the clocks of calls on all members while a watched pass is paused, or a debugger stands."""
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Hashable
 
 from nbdist.autograd.graph.messages import Freeze
 from nbdist.autograd.graph.transport import Transport
@@ -16,18 +17,19 @@ class Freezing:
 
     def __init__(self, agent: Agent, transport: Transport) -> None:
         self._agent, self._transport = agent, transport
-        self._paused: set[int] = set()  # the contexts with a pass that is paused from here
+        # The contexts with a pass that is paused from here, and the debuggers that stand here.
+        self._paused: set[Hashable] = set()
         self._sent = 0  # Freeze messages
         self._lock = threading.Lock()  # guards the two
         self._newest: dict[int, int] = {}  # the number of the newest Freeze message of each other agent, by incarnation
         agent.on_joined(self._on_joined)
         transport.handle(Freeze, self._on_freeze)
 
-    def freeze(self, context_id: int, frozen: bool) -> None:
-        """Tell all members that a pass of a context is paused from here, or that none is paused any more."""
+    def freeze(self, holder: Hashable, frozen: bool) -> None:
+        """Tell all members that ``holder``, such as a context, stops the clocks from here, or does not any more."""
         with self._lock:
             before = bool(self._paused)
-            (self._paused.add if frozen else self._paused.discard)(context_id)
+            (self._paused.add if frozen else self._paused.discard)(holder)
             if bool(self._paused) == before:
                 return
             self._sent += 1

@@ -60,6 +60,8 @@ class Executor:
     answers: Answers
     around: Callable[[str], AbstractContextManager[None]] | None = None
     """Returns a context manager to enter around each call that runs here; takes `Call.origin`. None for none."""
+    on_error: Callable[[BaseException], None] | None = None
+    """Called with each error of a function that has run here."""
     stopping: Stoppable = field(init=False)
 
     def __post_init__(self) -> None:
@@ -165,6 +167,8 @@ class Request(Asked):
                 return
             if os.getpid() != self._executor.pid:
                 _leave_fork(error)
+            if self._executor.on_error is not None:
+                self._executor.on_error(error)
             answers.fail(self, error)
         else:
             if os.getpid() != self._executor.pid:
@@ -219,8 +223,8 @@ class Request(Asked):
                 return function(*args, **kwargs), is_async
         except BdbQuit as quit:  # it would end the caller's cell without a word
             raise UsageError(
-                f"pdb has ended {call.function} on {executor.name}: it cannot ask in a function that runs for a call. "
-                f"Call the function in a cell of `%%remote {executor.name}`, or in the notebook"
+                f"pdb has ended {call.function} on {executor.name}: a `Pdb` of your own cannot ask in a function that "
+                "runs for a call. Write breakpoint() in its place"
             ) from quit
         finally:
             executor.stopping.end(key)

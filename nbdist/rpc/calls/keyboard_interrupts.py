@@ -19,6 +19,7 @@ import contextlib
 import os
 import select
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -48,7 +49,7 @@ class InterruptWatch:
         self._before = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
         # A user's handler stays: then `_wake` sends no signal.
         if signal.getsignal(_WAKE_SIGNAL) in (signal.SIG_DFL, signal.SIG_IGN):
-            signal.signal(_WAKE_SIGNAL, _do_nothing)
+            signal.signal(_WAKE_SIGNAL, _on_wake)
         self._thread = threading.Thread(target=self._run, name="nbdist-interrupts", daemon=True)
         self._thread.start()
 
@@ -69,13 +70,8 @@ class InterruptWatch:
                 if self._before >= 0:
                     os.write(self._before, numbers)
                 if signal.SIGINT in numbers:
-                    self._wake()
+                    wake_main_thread()
                     self._look()
-
-    def _wake(self) -> None:
-        # The handler does nothing, but its arrival makes the main thread run the handlers that are due.
-        if signal.getsignal(_WAKE_SIGNAL) is _do_nothing:
-            signal.pthread_kill(threading.main_thread().ident or 0, _WAKE_SIGNAL)
 
     def _look(self) -> None:
         """Call ``give_up`` repeatedly while the main thread stays in torch's own wait, at most `_LOOK_FOR` seconds."""
@@ -98,14 +94,32 @@ class InterruptWatch:
         if threading.current_thread() is not threading.main_thread():
             return  # only the main thread can take the file back from `signal`: it must stay open
         _put_back(self._before)
-        if signal.getsignal(_WAKE_SIGNAL) is _do_nothing:
+        if signal.getsignal(_WAKE_SIGNAL) is _on_wake:
             signal.signal(_WAKE_SIGNAL, signal.SIG_DFL)
         os.close(self._read)
         os.close(self._write)
 
 
-def _do_nothing(number: int, frame: FrameType | None) -> None:
-    """Do nothing: the signal only wakes the main thread."""
+wakes: list[Callable[[FrameType], None]] = []
+"""Called in the main thread when `wake_main_thread` has interrupted it, with the frame in which it was.
+
+They may raise KeyboardInterrupt, which then ends the wait of that frame. They must leave other frames alone.
+"""
+
+
+def wake_main_thread() -> None:
+    """Make the main thread run the handlers of signals that are due, and `wakes`, also in the middle of a wait.
+
+    Does nothing while handlers are delayed (`nbdist.signals`), or if the user has a handler of this signal.
+    """
+    if signal.getsignal(_WAKE_SIGNAL) is _on_wake:
+        signal.pthread_kill(threading.main_thread().ident or 0, _WAKE_SIGNAL)
+
+
+def _on_wake(number: int, frame: FrameType | None) -> None:
+    if frame is not None and frame is sys._getframe().f_back:  # else it is late: the frame runs on already
+        for wake in list(wakes):
+            wake(frame)
 
 
 def _put_back(wakeup_file: int) -> None:

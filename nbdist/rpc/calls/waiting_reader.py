@@ -69,7 +69,7 @@ class WaitingReader:
                 return
             self._thread = threading.get_ident()
             try:
-                outcome.on_settle = self._call
+                outcome.on_settle = self.dismiss
                 while not (outcome.is_settled or deferral.is_due or self.skips):
                     self._read_one()
             finally:
@@ -103,8 +103,11 @@ class WaitingReader:
         self.skips = self._next_skips
         self._next_skips = min(2 * self._next_skips, _MOST_SKIPS)
 
-    def _call(self) -> None:
-        """Wake the guest: this thread has settled the outcome for which the guest waits. `_note_heard` must follow."""
+    def dismiss(self) -> None:
+        """Let the guest, if there is one, sleep on its outcome instead of reading. Any thread may call this.
+
+        The thread that has settled the outcome for which the guest waits comes here, too. `_note_heard` must follow.
+        """
         with self._calling:
             if self._thread not in (0, threading.get_ident()):
                 self._is_called = True
