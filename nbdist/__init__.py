@@ -54,6 +54,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from nbdist.errors import (
+    DebuggerQuit,
     DecodeError,
     EncodeError,
     ForwardNaN,
@@ -83,6 +84,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Cluster",
+    "DebuggerQuit",
     "DecodeError",
     "EncodeError",
     "ForwardNaN",
@@ -155,7 +157,7 @@ ROOMS: dict[str, str] = {
     "cluster": (
         "group_history spec jupyter targets spawning processes output errors kernels examination lifecycle team stands "
         "whereabouts held_locks partings hosts deaths growing launching worker_changes mending "
-        "worker collation lookout executor interrupting cell_sender cell_values cluster asking inspection"
+        "worker stops collation lookout executor interrupting cell_sender cell_values cluster asking inspection"
     ),
     "views": "drawing shown tables cards map passes references timeline workers values widgets displays",
     "magics": "checking reader lines overview place completion inspection reruns session dist_magics",

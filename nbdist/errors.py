@@ -21,7 +21,8 @@
     ├── ResourceError              (also an OSError) no more files can be opened, or disk space or memory is used up
     ├── ProtocolError              another process sent something that no correct member sends
     │   └── VersionMismatch        ... because it runs another version of nbdist
-    └── Interrupted                the user's Ctrl-C ended the wait
+    ├── Interrupted                the user's Ctrl-C ended the wait
+    └── DebuggerQuit               the user's `q` in a debugger ended the function
 """
 
 from __future__ import annotations
@@ -263,4 +264,14 @@ class Interrupted(NbdistError):
         ...     handle.wait()
         Traceback (most recent call last):
         nbdist.errors.Interrupted: the backward pass was cancelled, by cancel() of its handle, ...
+    """
+
+
+class DebuggerQuit(NbdistError):
+    """The user's `q` in the debugger of a worker ended the function, or the cell, that stood there.
+
+    Example:
+        >>> raise nbdist.DebuggerQuit("`q` in the debugger of worker1 ended step at In[7]:12")
+        Traceback (most recent call last):
+        nbdist.errors.DebuggerQuit: `q` in the debugger of worker1 ended step at In[7]:12
     """

@@ -18,6 +18,7 @@ from nbdist.cluster.kernels.workers import Worker
 from nbdist.cluster.lifecycle import Lifecycle
 from nbdist.cluster.lookout import Lookout
 from nbdist.cluster.output.sinks import current_sink
+from nbdist.cluster.stops import Stops
 from nbdist.cluster.team import Targets, Team
 from nbdist.cluster.worker.output import METADATA
 from nbdist.errors import NbdistError, UsageError
@@ -36,6 +37,7 @@ class CellSender:
     lifecycle: Lifecycle
     agent: Agent
     interrupts: Interrupts
+    stops: Stops
 
     def __post_init__(self) -> None:
         self.collation = Collation(self.team.workers, self.thread, self.agent, self.lifecycle)
@@ -51,6 +53,7 @@ class CellSender:
             names = [worker.name for worker in workers]
             cell = Cell(code, names, number, sink, options, self.thread, self.interrupts.stop_cell, self._answer)
             labels.note_sent(cell.source, number)  # before it is sent: a worker may fail at once
+            cell.held_for = self.stops.seconds
             cell.why_late = lambda: [each.text for each in self.collation.partings()]
             if not options.quiet:
                 cell.before_end = self.collation.at_end_of_cell
@@ -69,7 +72,7 @@ class CellSender:
                 if not self.thread.soon(self.send, token, cell, workers, *packed):
                     raise UsageError("this cluster has been shut down; make another")
                 if options.progress_after > 0 and sink.interactive:
-                    parts = self.lifecycle.launcher.probe, cell, self.team, self.collation
+                    parts = self.lifecycle.launcher.probe, cell, self.team, self.collation, self.stops
                     self.thread.soon(Lookout(self.thread, self.agent, *parts, options.progress_after).start)
 
             if options.block:

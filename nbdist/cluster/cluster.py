@@ -44,6 +44,7 @@ from nbdist.cluster.processes import process_memory
 from nbdist.cluster.processes.probe import Probe
 from nbdist.cluster.processes.setup import AUTO, choose_backend
 from nbdist.cluster.spec import Spec, describe_arguments
+from nbdist.cluster.stops import Stops
 from nbdist.cluster.targets import means_all
 from nbdist.cluster.team import Targets, Team
 from nbdist.cluster.worker_changes import WorkerChanges
@@ -302,7 +303,11 @@ class Cluster:
         failures.on_text(labels.rename_frames)
         self._deaths = Deaths(self._team, self.kernel_thread, agent, launcher.signal)
         self._interrupts = Interrupts(self._team, self.kernel_thread, agent, launcher)
-        self._cells = CellSender(self._team, self.kernel_thread, self._router, self.lifecycle, agent, self._interrupts)
+        self.stops = Stops(agent, self.kernel_thread)
+        """Asks the user what debuggers on workers want to know."""
+        self.farewells.append(self.stops.close)
+        parts = self._team, self.kernel_thread, self._router, self.lifecycle, agent, self._interrupts, self.stops
+        self._cells = CellSender(*parts)
         self._values = CellValues(self._team, self._cells, agent)
         self._lanes = Lanes(self.workers, self.kernel_thread, agent)
         self._changes = WorkerChanges(self.spec, self._team, self.lifecycle, agent, self._lanes.look_again, self._tell)

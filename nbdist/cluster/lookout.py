@@ -41,6 +41,7 @@ from nbdist.cluster.output.in_place import InPlace
 from nbdist.cluster.partings import Parting
 from nbdist.cluster.processes.probe import Probe, is_stopped
 from nbdist.cluster.stands import Position, Stands
+from nbdist.cluster.stops import Stops
 from nbdist.cluster.team import Team
 from nbdist.code_lines import users_lines
 from nbdist.errors import NbdistError
@@ -66,10 +67,11 @@ class Lookout:
         cell: Cell,
         team: Team,
         collation: Collation,
+        stops: Stops,
         after: float,
     ) -> None:
         self._loop, self._agent, self._probe, self._cell, self._after = thread.loop, agent, probe, cell, after
-        self._team, self._collation = team, collation
+        self._team, self._collation, self._stops = team, collation, stops
         self._stopped: dict[str, float] = {}  # those that a signal has stopped, and when this was seen first
         self._stands = Stands(after)
         # The questions to the hosts of workers that do not answer, each the last one.
@@ -161,6 +163,8 @@ class Lookout:
 
     def _say_held(self, worker: Worker, found: Position | None, now: float) -> str:
         """Return what keeps a worker from running the cell, in words that follow its name; "" if nothing does."""
+        if place := self._stops.place(worker.name):
+            return f"stands in the debugger at {place}"
         if not worker.host and is_stopped(worker.pid):  # on another host, the worker is lost some seconds later
             return f"is stopped by a signal, {now - self._stopped.setdefault(worker.name, now):.0f} s"
         self._stopped.pop(worker.name, None)

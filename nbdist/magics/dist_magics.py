@@ -381,12 +381,25 @@ class DistMagics(Magics):  # type: ignore[misc, unused-ignore]
 
     @line_magic
     def dist_debug(self, line: str) -> StatusTable | None:
-        """Show what `%dist_status` shows: this is its name in nbdistributed.
+        """Open the debugger on workers: where a worker stands in one, else at its last error.
+
+        %dist_debug [TARGET]
+
+        The input box below the cell takes the commands of pdb. Of several workers, one is opened after the other. A
+        worker stands at a `breakpoint()`, whose question waits until a cell waits for workers, or for this magic. A
+        worker keeps its last error, of a cell or of a call by RPC, until the next one and until %dist_free. Without a
+        target, this shows what %dist_status shows, as in nbdistributed.
 
         Example:
-            %dist_debug
+            %dist_debug worker1
         """
-        return _status(line)
+        targets = read("%dist_debug", line).targets
+        if targets is None:
+            return _status("")
+        cluster = self._session.cluster()
+        for worker in cluster.select(targets):
+            cluster.stops.open(worker.name)
+        return None
 
     @line_magic
     def dist_doctor(self, line: str) -> Examination:

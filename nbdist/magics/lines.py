@@ -238,6 +238,7 @@ _log.add_argument("--save")
 
 _reader("%dist_memory [TARGET] [-v | --all]", "-v --all").add_argument("targets", nargs="*")
 _reader("%dist_stacks [TARGET]").add_argument("targets", nargs="*")
+_reader("%dist_debug [TARGET]").add_argument("targets", nargs="*")
 _reader("%dist_restart [TARGET] [-p]", "-p --process-group").add_argument("targets", nargs="*")
 _reader("%dist_doctor [-t SECONDS]").add_argument("-t", "--timeout", type=_seconds, default=60.0)
 # nbdistributed has the option -n of %dist_reset; it is ignored.
@@ -266,5 +267,5 @@ _value = _reader("%remote [-t SECONDS] TARGET expression")
 _value.add_argument("-t", "--timeout")
 _value.add_argument("targets")
 
-for _magic in ("%dist", "%dist_shutdown", "%dist_status", "%dist_debug", "%dist_panel", "%dist_free", "%sync"):
+for _magic in ("%dist", "%dist_shutdown", "%dist_status", "%dist_panel", "%dist_free", "%sync"):
     _reader(_magic)

@@ -3,7 +3,7 @@
 These steps run around a cell::
 
     _transform ──> the cell runs ──> _before_result ──> the result is shown ──> _after_cell
-    `%%rank[0,1]`,                   shows first what                           waits for the workers' output
+    `%%rank[0,1]`, `%debug`,         shows first what                           waits for the workers' output
     `%dist_mode`                     the cell's calls printed
 """
 
@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from nbdist.cluster import spawning
 from nbdist.cluster.cluster import Cluster
+from nbdist.cluster.errors import CellError
 from nbdist.cluster.jupyter import labels
 from nbdist.cluster.jupyter.page_lines import Page, follow_page
 from nbdist.cluster.jupyter.versions import add_completer
@@ -50,7 +51,6 @@ class NotebookSession:
         spawning.install(on_worker=False)
         # First: `_transform` compares the lines with the page's text, and later transformers remove some of them.
         shell.input_transformers_cleanup.insert(0, self._transform)
-        shell.events.register("pre_run_cell", self._before_cell)
         shell.events.register("post_run_cell", self._after_cell)
         self._remove_completer = add_completer(shell, partial(complete, shell))
         labels.trim_tracebacks(shell)
@@ -103,7 +103,6 @@ class NotebookSession:
         discard()
         spawning.uninstall()
         self._shell.input_transformers_cleanup.remove(self._transform)
-        self._shell.events.unregister("pre_run_cell", self._before_cell)
         self._shell.events.unregister("post_run_cell", self._after_cell)
         self._remove_completer()
         if hasattr(self._kernel, "do_inspect"):
@@ -122,6 +121,8 @@ class NotebookSession:
             return lines
         if _RANK.match(lines[first]):
             return [*lines[:first], _RANK.sub(r"\1 ", lines[first]), *lines[first + 1 :]]
+        if "".join(lines).strip() == "%debug" and (failed := _failed_workers()):
+            return [f"%dist_debug {','.join(failed)}\n"]  # IPython's has no frame of the error here
         # IPython calls this for all code that it transforms. The text below a magic, such as ``%%time``, is not the
         # page's own cell, and runs where the magic runs it.
         page = self.page().text  # empty outside of a kernel
@@ -129,15 +130,6 @@ class NotebookSession:
         if self.everywhere and is_own and Cluster.current is not None and Cluster.current.running and _is_plain(lines):
             return ["%%distributed\n", *lines]
         return lines
-
-    @staticmethod
-    def _before_cell(info: Any) -> None:
-        """Say, before ``%debug``, where the last error can be debugged if a called function raised it."""
-        # A called function raised the last error: `%debug` has no frame of it here.
-        for note in getattr(getattr(sys, "last_value", None), "__notes__", ()):
-            if info.raw_cell.strip() == "%debug" and note.startswith("raised on "):
-                where = note.removeprefix("raised on ").partition(":\n")[0]
-                print(f"Raised on {where}: call it in a cell of %%remote to debug it there. Here is who called it:")
 
     def _before_result(self) -> None:
         """Wait for the output of the cell's calls on workers, so that it is shown above the cell's result."""
@@ -154,6 +146,18 @@ class NotebookSession:
             self.named = None
         if cluster is not None and cluster.running:
             cluster.settle()
+
+
+def _failed_workers() -> list[str]:
+    """Return the living workers on which the last error of this notebook arose, in a cell or in a call."""
+    error, cluster = getattr(sys, "last_value", None), Cluster.current
+    if cluster is None or not cluster.running:
+        return []
+    names = [each.worker for each in error.errors] if isinstance(error, CellError) else []
+    for note in getattr(error, "__notes__", ()):
+        if note.startswith("raised on "):
+            names.append(note.removeprefix("raised on ").partition(",")[0])
+    return [worker.name for worker in cluster.workers if worker.name in names and worker.alive]
 
 
 def _is_plain(lines: list[str]) -> bool:

@@ -18,6 +18,7 @@ from nbdist.cluster.inspection import pins
 from nbdist.cluster.inspection.holdings import Holdings, ask_all, collect
 from nbdist.cluster.inspection.pins import Roots
 from nbdist.cluster.inspection.roots import LAST_RESULT, names_by_value, references, results, roots_of, shell
+from nbdist.cluster.worker.debugger import DEBUGGER
 from nbdist.ids import GlobalId
 from nbdist.rpc.api import current_agent
 
@@ -25,16 +26,22 @@ from nbdist.rpc.api import current_agent
 def free() -> Holdings:
     """Free the values that nothing but `Out`, `_` and tracebacks holds, on all workers and in this process.
 
-    The user's variables and running code keep their values. Returns the freed values as `Holdings`: ``items`` has a row
-    for each, ``workers`` the memory of each worker before the call.
+    The user's variables and running code keep their values. Drops the errors that workers keep for `%dist_debug`.
+    Returns the freed values as `Holdings`: ``items`` has a row for each, ``workers`` the memory of each worker before
+    the call.
     """
     before = collect()
+    ask_all(_forget_last_error)
     idle = [item for item in before.items if item.idle]
     if idle:
         ask_all(partial(_forget, {item.id for item in idle if item.id is not None}))
         left = {item.id for item in collect().items}
         idle = [item for item in idle if item.id not in left]
     return Holdings(idle, before.workers, before.silent)
+
+
+def _forget_last_error() -> None:
+    DEBUGGER.forget()
 
 
 def _forget(ids: set[GlobalId]) -> None:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from nbdist.cluster.inspection import pins
 from nbdist.cluster.inspection.pins import Pin, Roots
+from nbdist.cluster.worker.debugger import DEBUGGER
 from nbdist.code_places import is_users
 from nbdist.rpc.agent import Agent
 from nbdist.rpc.references import inert
@@ -50,6 +51,7 @@ def roots_of(agent: Agent) -> Roots:
     of = shell()
     finished = results(of)
     errors = [getattr(sys, "last_value", None), getattr(sys, "last_exc", None)]
+    errors.append(DEBUGGER.last_error)
     errors += [error for result in finished for error in (result.error_in_exec, result.error_before_exec)]
     named = {id(promise): _IN_OWNED_VALUE for _, promise, _ in agent.owned()}
     if of is None:

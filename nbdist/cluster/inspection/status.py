@@ -45,7 +45,7 @@ class WorkerStatus:
     device: str
     """The worker's device as torch names it, with the GPU's number on the host in brackets."""
     state: str
-    """One of ``idle``, ``busy``, a step of starting, or the reason for which the worker died."""
+    """``idle``, ``busy``, where it stands in a debugger, a step of starting, or the reason for which it died."""
     runs: str
     """The first line of the cell that runs, with its seconds so far; without a cell, `StatusReport.doing`."""
     report: StatusReport
@@ -76,7 +76,10 @@ def collect(cluster: Cluster) -> Status:
         probes = {worker.name: cluster.probe(worker.name) for worker in silent}
         partings = cluster.partings(probes) if in_collective else []
     reports |= _read(probes, [worker.name for worker in silent if worker.cells])
-    rows = [_status(worker, reports.get(worker.name) or StatusReport(None)) for worker in cluster.workers]
+    rows = [
+        _status(worker, reports.get(worker.name) or StatusReport(None), cluster.stops.place(worker.name))
+        for worker in cluster.workers
+    ]
     return Status(rows, partings)
 
 
@@ -93,8 +96,8 @@ def _read(probes: Mapping[str, Future[Probe]], busy: Collection[str]) -> dict[st
     return found
 
 
-def _status(worker: Worker, report: StatusReport) -> WorkerStatus:
-    """Join a worker's report with the facts that the notebook knows about the worker."""
+def _status(worker: Worker, report: StatusReport, stands_at: str) -> WorkerStatus:
+    """Join a worker's report with the facts that the notebook knows; ``stands_at`` is `Stops.place`."""
     cell = worker.present_cell
     runs = report.doing
     if cell is not None:
@@ -105,6 +108,8 @@ def _status(worker: Worker, report: StatusReport) -> WorkerStatus:
     pid = worker.pid if worker.lost is None else None
     device = worker.device if worker.gpu is None else f"{worker.device} (GPU {worker.gpu})"
     state = "busy" if report.calls and worker.state == "idle" else worker.state
+    if stands_at and worker.lost is None:
+        state = f"stands in the debugger at {stands_at}"
     report = report if runs else report._replace(where="")
     log = tuple(worker.log.timed_lines())
     return WorkerStatus(worker.name, worker.rank, pid, device, state, runs, report, log)

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from nbdist.cluster.processes.process_memory import own_bytes
 from nbdist.cluster.whereabouts import say_place
+from nbdist.cluster.worker.debugger import STOPS_ASK
 from nbdist.cluster.worker.flight_recorder import progress
 from nbdist.code_lines import users_lines
 from nbdist.rpc.agent import Agent, active_agent
@@ -67,7 +68,7 @@ def users_calls(agent: Agent) -> list[Pending]:
         frame = frames.get(call.thread) if call.is_waited_for else None
         return frame is None or say_place(frame) is not None
 
-    return [call for call in agent.awaited() if is_users_own(call)]
+    return [call for call in agent.awaited() if call.function != STOPS_ASK and is_users_own(call)]
 
 
 def gpu_memory() -> int | None:

@@ -160,6 +160,8 @@ class Cell:
         self.waits_for = ""
         """The line below the running cell, which `Lookout` shows; "" while there is none."""
         self._waited_for = ""  # when the cell was interrupted
+        self.held_for: Callable[[], float] = float
+        """Returns for how many seconds workers have stood in a debugger, in all: the time limit is longer by that."""
         self.why_late: Callable[[], Sequence[str]] = tuple
         """Returns texts that say what keeps the workers; for the error of a time limit."""
         # True once `wait` or ``await`` has raised the cell's error, so that nothing publishes it again.
@@ -267,15 +269,19 @@ class Cell:
             UsageError: ``timeout`` is not a number of seconds above 0.
         """
         deadline = None if timeout is None else time.monotonic() + durations.positive(timeout)
+        held = self.held_for()
         token = object()
         try:
             self._waiting.add(token)
             begin()
             while not self._finished:
                 try:
-                    left = None if deadline is None else max(0.0, deadline - time.monotonic())
+                    spared = self.held_for() - held
+                    left = None if deadline is None else max(0.0, deadline + spared - time.monotonic())
                     event = self._events.get(timeout=left)
                 except queue.Empty:
+                    if self.held_for() - held > spared:
+                        continue
                     if late := self.running:  # else the cell has ended just now
                         self._time_out(timeout or 0.0, late)
                 else:

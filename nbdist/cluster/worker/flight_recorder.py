@@ -44,6 +44,7 @@ _MAY_DIFFER = ("all_to_all", "alltoall", "send", "recv", "barrier")
 _MAY_DIFFER_ON_NCCL = ("all_gather", "reduce_scatter")  # but not on gloo
 # One member gives the tensors: the sizes of all members' outputs must agree.
 _FROM_ONE = ("scatter",)
+_LIFTED_FROM = 86_400.0  # seconds
 _NOTED_WITHIN = 0.1  # seconds for torch to note the ends of collectives, on a busy machine
 _Entry = Mapping[str, Any]
 _Groups = Mapping[str, tuple[str, list[int]]]  # the title and the global ranks of each group, by torch's name
@@ -61,6 +62,20 @@ def progress() -> tuple[int, bool | None]:
     counts = [(each["last_enqueued_collective"], each["last_completed_collective"]) for each in groups]
     has_unfinished = any(called != ended for called, ended in counts) or bool(HOOKS.waits_in())
     return HOOKS.transfers_called + sum(called for called, _ in counts), has_unfinished
+
+
+def limits_left() -> dict[str, float]:
+    """Return the seconds after which collectives in which this process waits now give up, by the titles of groups."""
+    if not progress()[1]:
+        return {}
+    titles = {name: title_of(group) or f"group {name}" for name, group in groups_by_name().items()}
+    found: dict[str, float] = {}
+    for entry in flight_record().get("entries", ()):
+        left = entry["timeout_ms"] / 1000 - (time.time_ns() - entry["time_created_ns"]) / 1e9
+        # A limit of many days is one that `GroupLimits` has lifted.
+        if not entry["retired"] and entry["process_group"][0] in titles and 0 < left < _LIFTED_FROM:
+            found[titles[entry["process_group"][0]]] = left
+    return found
 
 
 def state() -> object:

@@ -35,6 +35,7 @@ from nbdist.cluster.processes.last_words import guard_streams, hand_over
 from nbdist.cluster.processes.setup import WHERE_SIGNAL, WorkerSetup, where_file
 from nbdist.cluster.worker import nccl
 from nbdist.cluster.worker.collectives import Collectives
+from nbdist.cluster.worker.debugger import DEBUGGER
 from nbdist.cluster.worker.group_hooks import HOOKS
 from nbdist.errors import UsageError
 
@@ -213,7 +214,7 @@ class WorkerKernel:
         spawning.install(on_worker=True)
         if os.environ.get("PYTHONBREAKPOINT", "").startswith("ray."):
             del os.environ["PYTHONBREAKPOINT"]  # Ray's debugger works in Ray's own tasks only
-        sys.breakpointhook = sys.__breakpointhook__  # debugpy's does nothing without a client of its own
+        DEBUGGER.install(shell, told)
         given = {
             "rank": told.rank,
             "world_size": told.world_size,
@@ -253,6 +254,7 @@ class WorkerKernel:
         agent.rpc_timeout = told.rpc.get("rpc_timeout", _JOINS_WITHIN)
         agent.stopping.patience = _CALLS_STOP_WITHIN
         self._output.follow(agent)
+        DEBUGGER.follow(agent)
         agent.named.publish("pushed", self._pushed, "receive", "forget")
         self._collectives.follow(agent, told)
         failures.on_text(labels.rename_frames)

@@ -1,0 +1,245 @@
+"""`Stops`: asks the user what a debugger on a worker wants to know, in the notebook's input box.
+
+::
+
+    worker, any thread              notebook, a thread of the agent    kernel thread          main thread
+    ──────────────────              ───────────────────────────────    ─────────────          ───────────
+    ask(place, text) ─────────────> the question waits ──────────────> looks every 50 ms
+                                                                       it waits: a signal ──> `_on_wake`: ``input()``
+    the next command <──────────────────────────────────────────────────────────────────────┘ and waits on
+    left ─────────────────────────> the next stop has its turn
+
+Only the main thread can ask. It is asked in the middle of whatever it waits in: a signal's handler runs there, so no
+wait needs to know of debuggers. While it computes, the question waits.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import queue
+import selectors
+import sys
+import threading
+import time
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import Any
+
+from IPython import get_ipython
+
+from nbdist.autograd.api import recorder
+from nbdist.channel.local import WAITING_CODE
+from nbdist.cluster.jupyter.kernel_connection import KernelThread
+from nbdist.cluster.kernels.cells import Cell
+from nbdist.cluster.output.sinks import current_sink
+from nbdist.cluster.worker.debugger import STOPPED
+from nbdist.errors import UsageError
+from nbdist.finalisers import hand_over
+from nbdist.rpc.agent import Agent
+from nbdist.rpc.calls.keyboard_interrupts import wake_main_thread, wakes
+from nbdist.rpc.futures import Future
+from nbdist.rpc.latch import Latch
+from nbdist.rpc.promise import Promise
+from nbdist.thread_frames import thread_frames
+from nbdist.wire.messages import Record
+
+_LOOK_EVERY = 0.05  # seconds between two looks at where the main thread is, while a question waits
+_STEPS_WITHIN = 0.5  # seconds for which a stop that goes on keeps its turn: `n` stops again soon
+# A wait is in one of these files of Python's, or these functions of ours. The reader of `WAITING_CODE` must not ask.
+_WAITING_FILES = (threading.__file__, queue.__file__, concurrent.futures.wait.__code__.co_filename)
+_WAITING_CODES = (Latch.wait.__code__, Promise.wait.__code__, Cell.wait.__code__)
+
+_Key = tuple[str, int]  # the worker's name and the ident of its thread
+
+
+@dataclass(eq=False)
+class StoppedThread:
+    """A thread of a worker that stands in a debugger."""
+
+    place: str
+    text: str = ""  # what the debugger has printed, which ends with its prompt
+    answer: Future[str | None] | None = None  # gets the user's answer; None while the debugger carries one out
+    over: Promise[None] = field(default_factory=Promise)
+
+
+class Stops:
+    """The debuggers that stand on the workers of one cluster. Workers call `ask` and `left`, by the name "stops"."""
+
+    METHODS = ("ask", "left")
+
+    def __init__(self, agent: Agent, thread: KernelThread) -> None:
+        """Begin, in the main thread. `close` ends it."""
+        self._agent, self._thread = agent, thread
+        self._stops: dict[_Key, StoppedThread] = {}  # in the order in which they have stopped
+        self._lock = threading.RLock()  # a handler may interrupt the main thread's own use
+        self._turn: tuple[_Key | None, float] = None, 0.0  # whose stop is asked about, and since when it has gone on
+        self._stood, self._stood_since = 0.0, 0.0  # seconds with a stop, until the present ones; and since when these
+        self._is_looking = self._is_asking = False
+        self._seen: tuple[int, int] | None = None  # where the main thread was at the last look
+        self._shell: Any = get_ipython()
+        self._running = 1  # the cells of the notebook that run, the present one included; a script is one
+        self._interactive = self._can_ask()
+        if self._shell is not None:
+            self._shell.events.register("pre_run_cell", self._before_cell)
+            self._shell.events.register("post_run_cell", self._after_cell)
+        wakes.append(self._on_wake)
+        agent.on_lost(self._on_lost)
+        agent.named.publish("stops", self, *self.METHODS)
+
+    def close(self) -> None:
+        """Ask no more."""
+        wakes.remove(self._on_wake)
+        if self._shell is not None:
+            with contextlib.suppress(ValueError):  # `%reset` or a user has removed them
+                self._shell.events.unregister("pre_run_cell", self._before_cell)
+                self._shell.events.unregister("post_run_cell", self._after_cell)
+
+    def _can_ask(self) -> bool:
+        if self._shell is None:
+            return sys.stdin is not None and sys.stdin.isatty()
+        return current_sink().interactive
+
+    def _before_cell(self, _: object) -> None:
+        self._running += 1
+        self._interactive = self._can_ask()
+
+    def _after_cell(self, _: object) -> None:
+        self._running = max(0, self._running - 1)
+
+    # -- what workers call, in threads of the agent ---------------------------------------------
+
+    def ask(self, worker: str, thread: int, place: str, text: str) -> Future[str | None]:
+        """Ask the user; return the future of a line, `STOPPED`, or None if nobody can answer.
+
+        ``text`` is what the debugger has printed since the last answer; its last line is the prompt.
+        """
+        answer: Future[str | None] = Future()
+        with self._lock:
+            # Nobody looks at a page whose cell has ended: a stop there would hold the workers unnoticed.
+            if not self._interactive or not self._running:
+                answer.set_result(None)
+                return answer
+            if not self._stops:
+                self._stood_since = time.monotonic()
+            stop = self._stops.setdefault((worker, thread), StoppedThread(place))
+            stop.place, stop.text, stop.answer = place, text, answer
+        self._thread.soon(self._begin_looking)
+        return answer
+
+    def left(self, worker: str, thread: int) -> None:
+        """Forget a stop: its thread runs on."""
+        with self._lock:
+            if (stop := self._stops.pop((worker, thread), None)) is None:
+                return
+            if not self._stops:
+                self._stood += time.monotonic() - self._stood_since
+            if self._turn[0] == (worker, thread):
+                self._turn = self._turn[0], time.monotonic()
+        stop.over.try_settle(None, None)
+
+    def _on_lost(self, record: Record, _: str) -> None:
+        for worker, thread in list(self._stops):
+            if worker == record.name:
+                self.left(worker, thread)
+
+    # -- looking --------------------------------------------------------------------------------
+
+    def place(self, worker: str) -> str:
+        """Return where a worker stands in a debugger, such as ``In[7]:12``; "" if it does not."""
+        with self._lock:
+            return next((stop.place for (name, _), stop in self._stops.items() if name == worker), "")
+
+    def seconds(self) -> float:
+        """Return for how long any worker has stood in a debugger, in all. Time limits are longer by that."""
+        with self._lock:
+            return self._stood + (time.monotonic() - self._stood_since if self._stops else 0.0)
+
+    def open(self, worker: str) -> None:
+        """Open the debugger in which a worker stands, else one at its last error; return when it has ended.
+
+        In the main thread. Raises UsageError if the worker neither stands nor keeps an error.
+        """
+        if not self._attend(worker):
+            with recorder().contexts.outside():
+                found = self._agent.at(worker, "debugger").ask("post_mortem", timeout=0)
+            if not found:
+                raise UsageError(
+                    f"{worker} does not stand in a debugger, and keeps no error: no cell and no call has failed there "
+                    "since it started, or since the last `%dist_free`"
+                )
+
+    def _attend(self, worker: str) -> bool:
+        """Ask about a worker's stop now, and wait until it is over; return False if the worker does not stand."""
+        with self._lock:
+            key = next((key for key in self._stops if key[0] == worker), None)
+            if key is None:
+                return False
+            self._turn = key, 0.0
+            over = self._stops[key].over
+        self._thread.soon(self._begin_looking)
+        over.wait()
+        return True
+
+    # -- asking ---------------------------------------------------------------------------------
+
+    def _next(self) -> tuple[_Key, StoppedThread] | None:
+        """Return the stop to ask about; None if there is none, or while the one whose turn it is runs a command."""
+        with self._lock:
+            key, left = self._turn
+            if key not in self._stops and time.monotonic() - left > _STEPS_WITHIN:
+                key = next((key for key, stop in self._stops.items() if stop.answer is not None), None)
+            stop = self._stops.get(key) if key is not None else None
+            if key is None or stop is None or stop.answer is None:
+                return None
+            self._turn = key, 0.0
+            return key, stop
+
+    def _begin_looking(self) -> None:
+        if not self._is_looking:
+            self._is_looking = True
+            self._look()
+
+    def _look(self) -> None:
+        """Look whether the main thread waits, and wake it then to ask. In the kernel thread, while workers stand."""
+        if not self._stops:
+            self._is_looking = False
+            return
+        frame = thread_frames().get(threading.main_thread().ident or 0)
+        seen, self._seen = self._seen, (id(frame), frame.f_lasti) if frame is not None else None
+        if frame is not None and not self._is_asking and self._next() is not None:
+            if frame.f_code is WAITING_CODE:
+                self._agent.dismiss_guest()  # it reads messages, which must go on while the user thinks
+            elif self._seen == seen and self._waits(frame):
+                wake_main_thread()
+        self._thread.loop.call_later(_LOOK_EVERY, self._look)
+
+    def _waits(self, frame: FrameType) -> bool:
+        # A cell with ``await`` runs while the event loop waits.
+        awaits = self._running > 0 and frame.f_code.co_filename == selectors.__file__
+        return awaits or frame.f_code.co_filename in _WAITING_FILES or frame.f_code in _WAITING_CODES
+
+    def _on_wake(self, frame: FrameType) -> None:
+        """Ask, in the main thread, which a signal has interrupted in ``frame``. Ctrl-C at the box ends the wait."""
+        if self._is_asking or not self._waits(frame) or (found := self._next()) is None:
+            return
+        key, stop = found
+        answer, stop.answer = stop.answer, None
+        assert answer is not None
+        said: str | None = STOPPED
+        self._is_asking = True
+        try:
+            text, _, prompt = stop.text.rpartition("\n")
+            if text:
+                print(text, flush=True)
+            said = input(f"{key[0]} {stop.place} {prompt}")
+        except EOFError:
+            said = "EOF"  # pdb's command for it
+        except KeyboardInterrupt:
+            raise
+        except Exception:  # the front end cannot ask
+            said = None
+        finally:
+            self._is_asking = False
+            # In another thread: this one may be anywhere in a wait of ours.
+            hand_over(lambda: answer.set_result(said))

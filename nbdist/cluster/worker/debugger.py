@@ -1,0 +1,336 @@
+"""Python's `pdb` on a worker: ``breakpoint()`` in any of its threads, and the last error, driven from the notebook.
+
+::
+
+    breakpoint(), pdb.set_trace() ──> `stop_at(frame)` ── freezes the clocks of all members
+                                         │
+                    `_Pdb`, whose standard input and output are a `_Conversation` ── ask ──> `Stops` of the notebook
+                                         │
+                    c, n, s: the clocks run on      q: DebuggerQuit      nobody can answer: prints, and goes on
+
+A debugger that steps (`n`, `s`) traces its thread until the outermost function of the user's, or the cell, ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import pdb
+import sys
+import threading
+from bdb import BdbQuit
+from collections.abc import Iterator, Mapping
+from types import FrameType, FunctionType, ModuleType, TracebackType
+from typing import Any, NoReturn
+
+import torch
+
+from nbdist.autograd.api import recorder
+from nbdist.cluster.processes.setup import WorkerSetup
+from nbdist.cluster.worker.flight_recorder import limits_left
+from nbdist.code_lines import CodeLine
+from nbdist.code_places import CELLS, is_users, shown_name
+from nbdist.errors import DebuggerQuit, NbdistError
+from nbdist.finalisers import may_wait
+from nbdist.rpc.agent import Agent
+from nbdist.rpc.asking import ask_each
+from nbdist.thread_frames import line_number, outwards
+
+STOPS_ASK = "stops.ask"
+"""The name of the call by which a debugger waits for the user."""
+
+STOPPED = "\x03"
+"""The user's answer that ends the debugger as Ctrl-C does."""
+
+_LIMITS_TOLD_WITHIN = 0.5  # seconds for the other workers to say which of their waits will end
+_VARIABLES_SHOWN = 30
+_TEXT_SHOWN = 60  # characters of a value
+# Stepping passes over the modules that run the user's code.
+_SKIPPED = ("nbdist.*", "IPython.*", "ipykernel.*", "threading", "concurrent.futures.*", "asyncio.*", "tornado.*")
+
+
+class _NobodyAnswers(BaseException):
+    """Ends a debugger's conversation where no user can be asked."""
+
+
+class Debugger:
+    """The debuggers of this worker. There is one object, `DEBUGGER`, since hooks of Python's own call it."""
+
+    def __init__(self) -> None:
+        self._agent: Agent | None = None
+        self._driver = self.name = ""
+        self._pid = 0
+        self.hidden: Mapping[str, Any] = {}
+        """Variables of cells that are not the user's."""
+        self._standing = set[int]()  # the idents of the threads that stand
+        self._main: _Pdb | None = None  # traces the main thread while it steps
+        self.last_error: BaseException | None = None
+        """The last error of a cell or of a call, for post-mortem; None if `%dist_free` has dropped it."""
+
+    def install(self, shell: Any, told: WorkerSetup) -> None:
+        """Take over ``breakpoint()`` and ``pdb.set_trace()`` in this process, and keep the errors of cells."""
+        self.name, self._driver, self.hidden = told.name, told.driver, shell.user_ns_hidden
+        sys.breakpointhook = _on_breakpoint
+        pdb.set_trace = _set_trace
+        shell.events.register("post_run_cell", self._after_cell)
+
+    def follow(self, agent: Agent) -> None:
+        """Ask by this agent, from now on. Called once, when it has started."""
+        self._agent, self._pid = agent, os.getpid()
+        agent.executor.on_error = self.keep
+        agent.named.publish("debugger", self, "post_mortem", "forget")
+
+    def keep(self, error: BaseException) -> None:
+        """Keep an error, in place of the last one."""
+        if isinstance(error, Exception) and not isinstance(error, DebuggerQuit):
+            self.last_error = error
+
+    def forget(self) -> None:
+        """Drop the last error, and with it the frames that it keeps."""
+        self.last_error = None
+
+    def _after_cell(self, result: Any) -> None:
+        if self._main is not None:
+            self._main = None
+            sys.settrace(None)
+        if result.error_in_exec is not None:
+            self.keep(result.error_in_exec)
+
+    def can_ask(self) -> bool:
+        """Return whether the calling thread may wait for the notebook; not in a forked child, or in some finalisers."""
+        return self._agent is not None and os.getpid() == self._pid and may_wait()
+
+    def ask(self, place: str, text: str) -> str:
+        """Return the user's next line. Raises KeyboardInterrupt after Stop, _NobodyAnswers if nobody can answer."""
+        assert self._agent is not None
+        try:
+            with recorder().contexts.outside():
+                asked = self._agent.at(self._driver, "stops")
+                said = asked.later("ask", self.name, threading.get_ident(), place, text, timeout=0).wait()
+        except NbdistError as error:  # the notebook is gone
+            raise _NobodyAnswers from error
+        if said == STOPPED:
+            raise KeyboardInterrupt
+        if said is None:
+            raise _NobodyAnswers
+        return str(said)
+
+    @contextlib.contextmanager
+    def standing(self) -> Iterator[None]:
+        """Stop the clocks of all members while the calling thread stands in a debugger."""
+        ident = threading.get_ident()
+        if ident in self._standing or self._agent is None:  # a debugger inside of a debugger's command
+            yield
+            return
+        self._standing.add(ident)
+        try:
+            recorder().freeze(-ident, True)
+            yield
+        finally:
+            self._standing.discard(ident)
+            recorder().freeze(-ident, False)
+            self._agent.at(self._driver, "stops").cast("left", self.name, ident)
+
+    def say_limits(self) -> str:
+        """Return a line about the waits of other workers in process groups that end although this thread stands."""
+        if self._agent is None or not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+            return ""
+        others = [each.name for each in self._agent.membership.others() if each.name != self._driver]
+        with recorder().contexts.outside():
+            told = ask_each(self._agent, limits_left, dict.fromkeys(others, ()), timeout=_LIMITS_TOLD_WITHIN)
+        left: dict[str, float] = {}
+        for limits in told.or_raise(but=NbdistError).values():
+            for group, seconds in limits.items():
+                left[group] = min(seconds, left.get(group, seconds))
+        return "; ".join(f"{group} gives up in {seconds:.0f} s" for group, seconds in left.items())
+
+    def post_mortem(self) -> bool:
+        """Look around where the last error arose, in a conversation with the notebook, which calls this.
+
+        Returns False if no error is kept.
+        """
+        if self.last_error is None or self.last_error.__traceback__ is None:
+            return False
+        with self.standing(), contextlib.suppress(_NobodyAnswers, DebuggerQuit):
+            debugger = _Pdb()
+            debugger.reset()
+            debugger.message(f"{type(self.last_error).__name__}: {self.last_error}")
+            debugger.interaction(None, self.last_error.__traceback__)
+        return True
+
+
+DEBUGGER = Debugger()
+
+
+def stop_at(frame: FrameType) -> None:
+    """Stop the calling thread, whose user's code is in ``frame``, and let the user look around from the notebook.
+
+    Returns when the user lets the thread run on; a command such as ``n`` has set a trace function then. Where nobody
+    can answer, prints the variables of the frame, and returns. Raises DebuggerQuit after ``q``, and KeyboardInterrupt
+    after Stop.
+    """
+    debugger = _Pdb()
+    if not DEBUGGER.can_ask():
+        debugger.say_passed(frame)
+        return
+    debugger.reset()
+    for each in outwards(frame):
+        debugger.botframe = each
+        if is_users(each.f_code.co_filename):
+            each.f_trace = debugger.trace_dispatch
+    debugger.set_step()
+    sys.settrace(None)  # of an earlier debugger, which steps
+    if limits := DEBUGGER.say_limits():
+        debugger.message(limits)
+    debugger.interaction(frame, None)
+    if debugger.quitting:
+        debugger.quit(frame)
+    if not debugger.is_done:
+        if threading.current_thread() is threading.main_thread():
+            DEBUGGER._main = debugger
+        sys.settrace(debugger.trace_dispatch)
+
+
+def _on_breakpoint(*args: Any, **kwargs: Any) -> Any:
+    if os.environ.get("PYTHONBREAKPOINT"):  # the user's own choice, "0" for none
+        return sys.__breakpointhook__(*args, **kwargs)
+    return stop_at(sys._getframe(1))
+
+
+def _set_trace(*_: Any, **__: Any) -> None:
+    stop_at(sys._getframe(1))
+
+
+class _Conversation(io.TextIOBase):
+    """The standard input and output of a debugger."""
+
+    def __init__(self, debugger: _Pdb) -> None:
+        self._debugger = debugger
+        self._written: list[str] = []
+
+    def write(self, text: str) -> int:
+        """Keep a text for the next question."""
+        self._written.append(text)
+        return len(text)
+
+    def take(self) -> str:
+        """Return what was written since the last call."""
+        text = "".join(self._written)
+        self._written.clear()
+        return text
+
+    def readline(self, _: int | None = -1) -> str:  # type: ignore[override]
+        """Send what was written, whose last line is the prompt, to the notebook; return the user's line."""
+        return DEBUGGER.ask(self._debugger.place, self.take()) + "\n"
+
+
+class _Pdb(pdb.Pdb):
+    """Python's debugger, which talks with the notebook's user."""
+
+    def __init__(self) -> None:
+        self._conversation: Any = _Conversation(self)
+        super().__init__(stdin=self._conversation, stdout=self._conversation, skip=_SKIPPED, nosigint=True)
+        self.prompt = "(pdb) "
+        self.is_done = False
+        """True once the debugger traces nothing any more."""
+
+    @property
+    def place(self) -> str:
+        """The place of the frame that the user looks at, such as ``In[7]:12``."""
+        frame, number = self.stack[self.curindex]
+        return CodeLine(frame.f_code.co_filename, number, frame.f_code.co_name).place
+
+    # -- the conversation -----------------------------------------------------------------------
+
+    def interaction(self, frame: FrameType | None, tb: Any) -> None:
+        """Stop here, and carry out the user's commands until one lets the thread run."""
+        self.is_done = False
+        with DEBUGGER.standing():
+            try:
+                super().interaction(frame, tb)
+            except _NobodyAnswers:
+                self._conversation.take()
+                self.set_continue()
+                if frame is not None:
+                    self.say_passed(frame)
+
+    def _cmdloop(self) -> None:
+        self.cmdloop()  # pdb's own goes on after Ctrl-C, which here ends the debugger
+
+    def say_passed(self, frame: FrameType) -> None:
+        """Print where the thread would have stopped, and its variables."""
+        place = CodeLine(frame.f_code.co_filename, line_number(frame), frame.f_code.co_name)
+        hidden = DEBUGGER.hidden if frame.f_locals is frame.f_globals else {}
+        own = {name: value for name, value in frame.f_locals.items() if name[:1] != "_" and name not in hidden}
+        own = {name: value for name, value in own.items() if not isinstance(value, type | FunctionType | ModuleType)}
+        lines = [f"  {name} = {_say_value(value)}" for name, value in list(own.items())[:_VARIABLES_SHOWN]]
+        print(f"nobody can answer here, so this did not stop at {place}", *lines, sep="\n")
+
+    # -- stepping -------------------------------------------------------------------------------
+
+    def trace_dispatch(self, frame: FrameType, event: str, arg: Any) -> Any:
+        """Handle an event of a traced thread."""
+        try:
+            following = super().trace_dispatch(frame, event, arg)
+        except BdbQuit:
+            self.quit(frame)
+        # The thread of a call goes on to other calls.
+        in_cell = threading.current_thread() is threading.main_thread()
+        if (
+            event == "return"
+            and not in_cell
+            and not any(is_users(e.f_code.co_filename) for e in outwards(frame.f_back))
+        ):
+            sys.settrace(None)
+            return None
+        return following
+
+    def quit(self, frame: FrameType) -> NoReturn:
+        """Raise the error of the command ``q``."""
+        sys.settrace(None)
+        place = CodeLine(frame.f_code.co_filename, line_number(frame), frame.f_code.co_name).place
+        raise DebuggerQuit(f"`q` in the debugger of {DEBUGGER.name} ended {frame.f_code.co_name} at {place}") from None
+
+    def set_continue(self) -> None:
+        """Run on, without tracing if no breakpoint of pdb's is set."""
+        super().set_continue()
+        self.is_done = not self.breaks
+
+    # -- what is shown --------------------------------------------------------------------------
+
+    def get_stack(self, f: FrameType | None, t: TracebackType | None) -> tuple[list[tuple[FrameType, int]], int]:
+        """Return the stack without the frames that run the user's code."""
+        stack, index = super().get_stack(f, t)
+        first = next((at for at, (frame, _) in enumerate(stack) if is_users(frame.f_code.co_filename)), 0)
+        return stack[first:], max(0, index - first)
+
+    def format_stack_entry(self, frame_lineno: tuple[FrameType, int], lprefix: str = ": ") -> str:
+        """Return a line of the stack, with ``In[7]`` in place of the file of a cell."""
+        file = frame_lineno[0].f_code.co_filename
+        text = super().format_stack_entry(frame_lineno, lprefix)
+        return text.replace(self.canonic(file), shown_name(file), 1) if file in CELLS else text
+
+    def do_interact(self, _: str) -> None:
+        """Refuse: the interactive interpreter reads standard input, which calls do not have."""
+        self.error("interact is not there on a worker: write a statement after !")
+
+    def do_run(self, arg: str) -> bool | None:
+        """Refuse: this would end the worker's code by an error of pdb's."""
+        self.error("a worker cannot run its code again: q ends it")
+        return None
+
+    do_restart = do_run
+
+
+def _say_value(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        kind = f"{str(value.dtype).removeprefix('torch.')}{tuple(value.shape)}"
+        return f"Tensor {kind}" if value.numel() != 1 else f"Tensor {kind} {value.item():.9g}"
+    # Another object's text may have an address, which differs in each run.
+    if value is None or isinstance(value, int | float | complex | str | bytes):
+        text = repr(value)
+        return text if len(text) <= 2 * _TEXT_SHOWN else f"{text[:_TEXT_SHOWN]}…{text[-_TEXT_SHOWN:]}"
+    if isinstance(value, list | tuple | dict | set | frozenset):
+        return f"{type(value).__qualname__} of {len(value)}"
+    return type(value).__qualname__

@@ -1,0 +1,228 @@
+"""`breakpoint()` on workers, driven by a front end that answers."""
+
+import re
+import time
+
+import pytest
+from helpers.notebook.frontend import Notebook
+
+
+@pytest.fixture(scope="module")
+def notebook():
+    with Notebook() as notebook:
+        notebook.run("%dist_init -n 2 -t 60")
+        yield notebook
+
+
+@pytest.fixture(autouse=True)
+def nothing_unanswered(notebook):
+    yield
+    notebook.answers.clear()
+    notebook.end_all()
+
+
+def answer(notebook, *lines):
+    """Answer the next questions with these lines; return the list of the prompts that come."""
+    prompts = []
+
+    def give(line, request):
+        prompts.append(request["prompt"])
+        return line
+
+    notebook.answers[:] = [lambda request, line=line: give(line, request) for line in lines]
+    return prompts
+
+
+def test_a_cell_stops_and_is_stepped(notebook):
+    prompts = answer(notebook, "p 'x is', x", "n", "p 'y is', y", "c")
+    cell = notebook.run("%%remote worker1\ndef f(x):\n    breakpoint()\n    y = x + 1\n    return y\nf(5)")
+    assert prompts[0] == f"worker1 {cell.name}:3 (pdb) "
+    assert [prompt.split(":")[1] for prompt in prompts] == ["3 (pdb) ", "3 (pdb) ", "4 (pdb) ", "4 (pdb) "]
+    assert "('x is', 5)" in cell.stdout
+
+
+def test_a_function_called_by_rpc_stops(notebook):
+    prompts = answer(notebook, "p 'x is', x", "c")
+    cell = notebook.run("def g(x):\n    breakpoint()\n    return x + 1\nrpc.rpc_sync('worker1', g, args=(5,))")
+    assert len(prompts) == 2
+    assert prompts[0] == f"worker1 {cell.name}:2 (pdb) "
+    assert "('x is', 5)" in cell.stdout
+    assert cell.result == "6"
+
+
+def test_q_ends_the_call_with_an_error_that_says_so(notebook):
+    answer(notebook, "q")
+    cell = notebook.run("def g(x):\n    breakpoint()\nrpc.rpc_sync('worker1', g, args=(5,))", check=False)
+    assert cell.error["ename"] == "DebuggerQuit"
+    assert f"`q` in the debugger of worker1 ended g at {cell.name}:2" in cell.error["evalue"]
+    answer(notebook, "n", "q")
+    cell = notebook.run("%%remote worker1\nx = 1\nbreakpoint()\nx = 2\nprint('not here')", check=False)
+    assert cell.error["ename"] == "DebuggerQuit"
+    assert "not here" not in cell.stdout
+
+
+def test_a_worker_that_another_worker_has_called_stops(notebook):
+    answer(notebook, "w", "up", "p 'outer', y", "c")
+    notebook.run(
+        "import pdb\ndef inner(x):\n    pdb.set_trace()\n    return x\ndef outer(x):\n    y = x\n    return inner(y)"
+    )
+    code = "def through(x):\n    return rpc.rpc_sync('worker1', outer, args=(x,), timeout=1.5)\n"
+    notebook.answers.insert(0, lambda request: (time.sleep(2.5), "p 1")[1])
+    cell = notebook.run(code + "rpc.rpc_sync('worker0', through, args=(7,), timeout=1.5)")
+    assert cell.result == "7"
+    assert "('outer', 7)" in cell.stdout
+    assert "nbdist" not in cell.stdout
+
+
+def test_a_hook_of_a_backward_pass_stops(notebook):
+    prompts = answer(notebook, "p 'gradient', gradient.item()", "c")
+    code = (
+        "def hook(gradient):\n    breakpoint()\n"
+        "def forward(x):\n    y = x * 3\n    y.register_hook(hook)\n    return y\n"
+        "x = torch.ones((), requires_grad=True)\n"
+        "with dist_autograd.context() as context:\n"
+        "    dist_autograd.backward(context, [rpc.rpc_sync('worker1', forward, args=(x,))])\n"
+        "    print(dist_autograd.get_gradients(context)[x])"
+    )
+    cell = notebook.run(code)
+    assert prompts[0] == f"worker1 {cell.name}:2 (pdb) "
+    assert "('gradient', 1.0)" in cell.stdout
+    assert "tensor(3.)" in cell.stdout
+
+
+def test_a_thread_of_a_cell_stops(notebook):
+    prompts = answer(notebook, "p 'x is', x", "n", "n", "c")
+    code = "import threading\ndef f(x):\n    breakpoint()\n    print('then')\nt = threading.Thread(target=f, args=(5,))"
+    cell = notebook.run(f"%%remote worker1\n{code}\nt.start(); t.join()")
+    assert "('x is', 5)" in cell.stdout
+    assert "then\n" in cell.stdout
+    assert len(prompts) == 4
+
+
+def test_two_stops_queue(notebook):
+    prompts = answer(notebook, "p 'rank', rank", "p 'rank', rank", "c", "p 'rank', rank", "c")
+    notebook.run("%%remote\nbreakpoint()\npass")
+    workers = [prompt.split()[0] for prompt in prompts]
+    assert workers in ([*["worker0"] * 3, *["worker1"] * 2], [*["worker1"] * 3, *["worker0"] * 2])
+
+
+def test_stop_ends_the_debugger_and_the_wait(notebook):
+    notebook.answers[:] = [lambda request: notebook.interrupt() or "p 1"]
+    cell = notebook.run("%%remote worker1\nbreakpoint()\nprint('not here')", check=False)
+    assert cell.error["ename"] == "KeyboardInterrupt"
+    notebook.answers[:] = [lambda request: notebook.interrupt() or "p 1"]
+    cell = notebook.run("def g():\n    breakpoint()\n    print('not here')\nrpc.rpc_sync('worker1', g)", check=False)
+    assert cell.error["ename"] == "KeyboardInterrupt"
+    assert "not here" not in cell.stdout
+    assert notebook.run("rpc.rpc_sync('worker1', max, args=(1, 2))").result == "2"
+    assert notebook.run("cluster.stops.place('worker1')").result == "''"
+
+
+def test_where_nobody_can_answer_it_prints_and_goes_on(notebook):
+    notebook.watched = False
+    try:
+        cell = notebook.run(
+            "%%remote worker1\nx, w = 5, torch.ones(2)\ndef f(x, w):\n    breakpoint()\n    return x\nf(x, w)"
+        )
+        assert cell.stdout.count("\n") == 3
+        assert f"nobody can answer here, so this did not stop at {cell.name}:4" in cell.stdout
+        assert "  x = 5\n  w = Tensor float32(2,)\n" in cell.stdout
+        cell = notebook.run("def g(x):\n    breakpoint()\n    return x\nrpc.rpc_sync('worker1', g, args=(5,))")
+        assert f"so this did not stop at {cell.name}:2 in g\n[worker1]   x = 5\n" in cell.stdout
+        assert cell.result == "5"
+    finally:
+        notebook.watched = True
+
+
+def test_a_stop_in_the_background_with_nobody_waiting_prints_and_goes_on(notebook):
+    cell = notebook.run("%%remote worker1 -a\nimport time\ntime.sleep(1)\nbreakpoint()\nprint('over')")
+    notebook.until(lambda: "over" in cell.stdout)
+    assert f"did not stop at {cell.name}:4" in cell.stdout
+
+
+def test_a_question_waits_while_the_notebook_computes(notebook):
+    prompts = answer(notebook, "p 'x is', x", "c")
+    code = (
+        "import time\ndef g(x):\n    breakpoint()\n    return x\n"
+        "future = rpc.rpc_async('worker1', g, args=(5,))\n"
+        "while not cluster.stops.place('worker1'):\n    time.sleep(0.01)\n"
+        "import threading\nfrom nbdist.views.workers.panel import Panel\nfound = []\n"
+        "thread = threading.Thread(target=lambda: found.append(repr(Panel(cluster))))\nthread.start()\n"
+        "while not found:\n    time.sleep(0.01)\n"  # the main thread must not wait for a lock here
+        "print(found[0])"
+    )
+    cell = notebook.run(code)
+    assert not prompts
+    assert f"stands in the debugger at {cell.name}:3" in cell.stdout
+    assert "wait for each other" not in cell.stdout
+    assert notebook.run("future.wait()").result == "5"  # the next cell that waits takes the question
+    assert len(prompts) == 2
+    prompts = answer(notebook, "p 'x is', x", "c")
+    notebook.run(code)
+    assert "('x is', 5)" in notebook.run("%dist_debug worker1").stdout
+    assert notebook.run("future.wait()").result == "5"
+
+
+def test_a_time_limit_does_not_run_out_meanwhile(notebook):
+    prompts = answer(notebook, "p 1", "c")
+    notebook.answers.insert(0, lambda request: (time.sleep(2.5), "p 1")[1])
+    notebook.run("%%remote worker1 -t 2\nbreakpoint()\npass")
+    assert len(prompts) == 2
+
+
+def test_a_step_of_ddp_goes_on_after_a_stop_longer_than_the_groups_limit(notebook):
+    try:
+        notebook.run(
+            "%%remote\nfrom datetime import timedelta\ndist.destroy_process_group()\n"
+            "dist.init_process_group('gloo', timeout=timedelta(seconds=3))\n"
+            "from torch.nn.parallel import DistributedDataParallel\n"
+            "model = DistributedDataParallel(torch.nn.Linear(2, 1))"
+        )
+        prompts = answer(notebook, "c")
+        notebook.answers.insert(0, lambda request: (time.sleep(6), "p rank")[1])
+        code = "import time\nif rank == 0:\n    time.sleep(1)\nelse:\n    breakpoint()\n"
+        notebook.run(f"%%remote\n{code}model(torch.ones(1, 2)).sum().backward()")
+        assert prompts[0].startswith("worker1 ")
+    finally:
+        notebook.run("%dist_restart all")
+
+
+def test_a_stop_says_which_waits_give_up(notebook):
+    notebook.run(
+        "%%remote\nfrom datetime import timedelta\ntp = dist.new_group(group_desc='tp', timeout=timedelta(seconds=60))"
+    )
+    answer(notebook, "c")
+    code = "import time\nif rank == 1:\n    time.sleep(1)\n    breakpoint()\ndist.all_reduce(torch.ones(1), group=tp)"
+    assert re.search(r"group 'tp' gives up in 5\d s", notebook.run(f"%%remote\n{code}").stdout)
+
+
+def test_the_last_error_is_opened_afterwards(notebook):
+    notebook.run("%%remote worker1\ndef divide(x):\n    return 1 / x\ndivide(0)", check=False)
+    prompts = answer(notebook, "p 'x is', x", "q")
+    cell = notebook.run("%dist_debug worker1")
+    assert "('x is', 0)" in cell.stdout
+    assert prompts[0].startswith("worker1 In[")
+    notebook.run("def halve(z):\n    return 1 / z")
+    notebook.run("rpc.rpc_sync('worker1', halve, args=(0,))", check=False)
+    answer(notebook, "p 'z is', z", "q")
+    assert "('z is', 0)" in notebook.run("%debug").stdout
+    notebook.run("%%remote\n1 / rank", check=False)
+    answer(notebook, "p 'rank', rank", "q")
+    assert "('rank', 0)" in notebook.run("%debug").stdout
+
+
+def test_the_last_error_is_in_the_memory_and_can_be_freed(notebook):
+    notebook.run("def fill(n):\n    large = torch.ones(n)\n    raise KeyError")
+    notebook.run("rpc.rpc_sync('worker1', fill, args=(1_000_000,))", check=False)
+    assert "a traceback" in notebook.run("%dist_memory worker1").result
+    notebook.run("%dist_free")
+    cell = notebook.run("%dist_debug worker1", check=False)
+    assert "worker1 does not stand in a debugger, and keeps no error" in cell.error["evalue"]
+
+
+def test_debug_after_an_error_of_the_notebook_itself_is_pythons(notebook):
+    notebook.run("%%remote worker1\n1 / 0", check=False)
+    notebook.run("here = 3\n1 / 0", check=False)
+    prompts = answer(notebook, "q")
+    notebook.run("%debug")
+    assert prompts == ["ipdb> "]
