@@ -45,7 +45,8 @@ from nbdist.thread_frames import thread_frames
 from nbdist.wire.messages import Record
 
 _LOOK_EVERY = 0.05  # seconds between two looks at where the main thread is, while a question waits
-_STEPS_WITHIN = 0.5  # seconds for which a stop that goes on keeps its turn: `n` stops again soon
+# Seconds for which a stop keeps its turn while it runs a command. Then `n` may wait for a worker that stands, too.
+_RUNS_WITHIN = 0.5
 # A wait is in one of these files of Python's, or these functions of ours. The reader of `WAITING_CODE` must not ask.
 _WAITING_FILES = (threading.__file__, queue.__file__, concurrent.futures.wait.__code__.co_filename)
 _WAITING_CODES = (Latch.wait.__code__, Promise.wait.__code__, Cell.wait.__code__)
@@ -55,11 +56,13 @@ _Key = tuple[str, int]  # the worker's name and the ident of its thread
 
 @dataclass(eq=False)
 class StoppedThread:
-    """A thread of a worker that stands in a debugger."""
+    """A thread of a worker that stands in a debugger, or goes on by its commands, such as `n`."""
 
+    number: int  # of the worker's stops
     place: str
     text: str = ""  # what the debugger has printed, which ends with its prompt
     answer: Future[str | None] | None = None  # gets the user's answer; None while the debugger carries one out
+    answered: float = 0.0  # when, by `time.monotonic`
     over: Promise[None] = field(default_factory=Promise)
 
 
@@ -73,7 +76,7 @@ class Stops:
         self._agent, self._thread = agent, thread
         self._stops: dict[_Key, StoppedThread] = {}  # in the order in which they have stopped
         self._lock = threading.RLock()  # a handler may interrupt the main thread's own use
-        self._turn: tuple[_Key | None, float] = None, 0.0  # whose stop is asked about, and since when it has gone on
+        self._turn: _Key = "", 0  # the stop that is asked about
         self._stood, self._stood_since = 0.0, 0.0  # seconds with a stop, until the present ones; and since when these
         self._is_looking = self._is_asking = False
         self._seen: tuple[int, int] | None = None  # where the main thread was at the last look
@@ -109,7 +112,7 @@ class Stops:
 
     # -- what workers call, in threads of the agent ---------------------------------------------
 
-    def ask(self, worker: str, thread: int, place: str, text: str) -> Future[str | None]:
+    def ask(self, worker: str, thread: int, number: int, place: str, text: str) -> Future[str | None]:
         """Ask the user; return the future of a line, `STOPPED`, or None if nobody can answer.
 
         ``text`` is what the debugger has printed since the last answer; its last line is the prompt.
@@ -122,26 +125,30 @@ class Stops:
                 return answer
             if not self._stops:
                 self._stood_since = time.monotonic()
-            stop = self._stops.setdefault((worker, thread), StoppedThread(place))
+            stop = self._stops.get((worker, thread))
+            if stop is None or stop.number != number:  # the message that it has left may come later
+                if stop is not None:
+                    stop.over.try_settle(None, None)
+                stop = self._stops[worker, thread] = StoppedThread(number, place)
             stop.place, stop.text, stop.answer = place, text, answer
         self._thread.soon(self._begin_looking)
         return answer
 
-    def left(self, worker: str, thread: int) -> None:
+    def left(self, worker: str, thread: int, number: int) -> None:
         """Forget a stop: its thread runs on."""
         with self._lock:
-            if (stop := self._stops.pop((worker, thread), None)) is None:
+            stop = self._stops.get((worker, thread))
+            if stop is None or stop.number != number:
                 return
+            del self._stops[worker, thread]
             if not self._stops:
                 self._stood += time.monotonic() - self._stood_since
-            if self._turn[0] == (worker, thread):
-                self._turn = self._turn[0], time.monotonic()
         stop.over.try_settle(None, None)
 
     def _on_lost(self, record: Record, _: str) -> None:
-        for worker, thread in list(self._stops):
+        for (worker, thread), stop in list(self._stops.items()):
             if worker == record.name:
-                self.left(worker, thread)
+                self.left(worker, thread, stop.number)
 
     # -- looking --------------------------------------------------------------------------------
 
@@ -175,7 +182,7 @@ class Stops:
             key = next((key for key in self._stops if key[0] == worker), None)
             if key is None:
                 return False
-            self._turn = key, 0.0
+            self._turn = key
             over = self._stops[key].over
         self._thread.soon(self._begin_looking)
         over.wait()
@@ -186,14 +193,11 @@ class Stops:
     def _next(self) -> tuple[_Key, StoppedThread] | None:
         """Return the stop to ask about; None if there is none, or while the one whose turn it is runs a command."""
         with self._lock:
-            key, left = self._turn
-            if key not in self._stops and time.monotonic() - left > _STEPS_WITHIN:
-                key = next((key for key, stop in self._stops.items() if stop.answer is not None), None)
-            stop = self._stops.get(key) if key is not None else None
-            if key is None or stop is None or stop.answer is None:
-                return None
-            self._turn = key, 0.0
-            return key, stop
+            stop = self._stops.get(self._turn)
+            if stop is None or (stop.answer is None and time.monotonic() - stop.answered > _RUNS_WITHIN):
+                self._turn = next((key for key, each in self._stops.items() if each.answer is not None), self._turn)
+                stop = self._stops.get(self._turn)
+            return (self._turn, stop) if stop is not None and stop.answer is not None else None
 
     def _begin_looking(self) -> None:
         if not self._is_looking:
@@ -240,6 +244,6 @@ class Stops:
         except Exception:  # the front end cannot ask
             said = None
         finally:
-            self._is_asking = False
+            self._is_asking, stop.answered = False, time.monotonic()
             # In another thread: this one may be anywhere in a wait of ours.
             hand_over(lambda: answer.set_result(said))

@@ -226,3 +226,26 @@ def test_debug_after_an_error_of_the_notebook_itself_is_pythons(notebook):
     prompts = answer(notebook, "q")
     notebook.run("%debug")
     assert prompts == ["ipdb> "]
+
+
+def test_a_stop_that_is_stepped_keeps_its_turn_and_the_magic_waits_for_its_end(notebook):
+    code = (
+        "import time\ndef g(x):\n    breakpoint()\n    x += 1\n    x += 1\n    return x\n"
+        "future = rpc.rpc_async('worker1', g, args=(5,))\n"
+        "while not cluster.stops.place('worker1'):\n    time.sleep(0.01)\n"
+    )
+    notebook.run(code)
+    prompts = answer(notebook, "n", "n", "n", "p 'x is', x", "c")
+    assert "('x is', 7)" in notebook.run("%dist_debug worker1").stdout
+    assert len(prompts) == 5
+    assert notebook.run("future.wait()").result == "7"
+    prompts = answer(notebook, *["n"] * 3, "c", *["n"] * 3, "c")
+    notebook.run("%%remote\ndef f(x):\n    breakpoint()\n    x += 1\n    x += 1\n    return x\nf(rank)")
+    assert len({prompt.split()[0] for prompt in prompts[:4]}) == 1
+
+
+def test_a_debugger_within_a_command_of_another(notebook):
+    prompts = answer(notebook, "f(1)", "p 'inner', x", "c", "p 'outer', x", "c")
+    notebook.run("%%remote worker1\ndef f(x):\n    breakpoint()\n    return x\nprint(f(0))")
+    assert len(prompts) == 5
+    assert notebook.run("cluster.stops.place('worker1')").result == "''"

@@ -13,16 +13,16 @@ A debugger that steps (`n`, `s`) traces its thread until the outermost function 
 
 from __future__ import annotations
 
-import contextlib
 import io
+import itertools
 import os
 import pdb
 import sys
 import threading
 from bdb import BdbQuit
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from types import FrameType, FunctionType, ModuleType, TracebackType
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import torch
 
@@ -63,7 +63,10 @@ class Debugger:
         self._pid = 0
         self.hidden: Mapping[str, Any] = {}
         """Variables of cells that are not the user's."""
-        self._standing = set[int]()  # the idents of the threads that stand
+        self._standing: dict[int, int] = {}  # the threads that stand, by ident, and the number of the stop
+        self._numbers = itertools.count(1)
+        self.talking = set[int]()
+        """The idents of the threads that carry out the user's commands, or wait for one."""
         self._main: _Pdb | None = None  # traces the main thread while it steps
         self.last_error: BaseException | None = None
         """The last error of a cell or of a call, for post-mortem; None if `%dist_free` has dropped it."""
@@ -94,6 +97,7 @@ class Debugger:
         if self._main is not None:
             self._main = None
             sys.settrace(None)
+            self.leave()
         if result.error_in_exec is not None:
             self.keep(result.error_in_exec)
 
@@ -107,7 +111,8 @@ class Debugger:
         try:
             with recorder().contexts.outside():
                 asked = self._agent.at(self._driver, "stops")
-                said = asked.later("ask", self.name, threading.get_ident(), place, text, timeout=0).wait()
+                ident = threading.get_ident()
+                said = asked.later("ask", self.name, ident, self._standing[ident], place, text, timeout=0).wait()
         except NbdistError as error:  # the notebook is gone
             raise _NobodyAnswers from error
         if said == STOPPED:
@@ -116,21 +121,19 @@ class Debugger:
             raise _NobodyAnswers
         return str(said)
 
-    @contextlib.contextmanager
-    def standing(self) -> Iterator[None]:
-        """Stop the clocks of all members while the calling thread stands in a debugger."""
+    def stand(self) -> None:
+        """Stop the clocks of all members, until `leave` in this thread. A second call changes nothing."""
         ident = threading.get_ident()
-        if ident in self._standing or self._agent is None:  # a debugger inside of a debugger's command
-            yield
-            return
-        self._standing.add(ident)
-        try:
+        if ident not in self._standing:
+            self._standing[ident] = next(self._numbers)
             recorder().freeze(-ident, True)
-            yield
-        finally:
-            self._standing.discard(ident)
+
+    def leave(self) -> None:
+        """Let the clocks run that the calling thread has stopped, if it has."""
+        ident = threading.get_ident()
+        if (number := self._standing.pop(ident, 0)) and self._agent is not None:
             recorder().freeze(-ident, False)
-            self._agent.at(self._driver, "stops").cast("left", self.name, ident)
+            self._agent.at(self._driver, "stops").cast("left", self.name, ident, number)
 
     def say_limits(self) -> str:
         """Return a line about the waits of other workers in process groups that end although this thread stands."""
@@ -152,11 +155,13 @@ class Debugger:
         """
         if self.last_error is None or self.last_error.__traceback__ is None:
             return False
-        with self.standing(), contextlib.suppress(_NobodyAnswers, DebuggerQuit):
-            debugger = _Pdb()
-            debugger.reset()
-            debugger.message(f"{type(self.last_error).__name__}: {self.last_error}")
+        debugger = _Pdb()
+        debugger.reset()
+        debugger.message(f"{type(self.last_error).__name__}: {self.last_error}")
+        try:
             debugger.interaction(None, self.last_error.__traceback__)
+        finally:
+            self.leave()
         return True
 
 
@@ -229,11 +234,13 @@ class _Pdb(pdb.Pdb):
     """Python's debugger, which talks with the notebook's user."""
 
     def __init__(self) -> None:
-        self._conversation: Any = _Conversation(self)
-        super().__init__(stdin=self._conversation, stdout=self._conversation, skip=_SKIPPED, nosigint=True)
+        self._conversation = _Conversation(self)
+        stream = cast(Any, self._conversation)
+        super().__init__(stdin=stream, stdout=stream, skip=_SKIPPED, nosigint=True)
         self.prompt = "(pdb) "
         self.is_done = False
         """True once the debugger traces nothing any more."""
+        self._goes_on = False  # False while the user steps: the worker counts as standing then
 
     @property
     def place(self) -> str:
@@ -245,15 +252,26 @@ class _Pdb(pdb.Pdb):
 
     def interaction(self, frame: FrameType | None, tb: Any) -> None:
         """Stop here, and carry out the user's commands until one lets the thread run."""
-        self.is_done = False
-        with DEBUGGER.standing():
-            try:
-                super().interaction(frame, tb)
-            except _NobodyAnswers:
-                self._conversation.take()
-                self.set_continue()
-                if frame is not None:
-                    self.say_passed(frame)
+        self.is_done = self._goes_on = False
+        ident = threading.get_ident()
+        is_inner = ident in DEBUGGER.talking  # a command of another debugger has come here
+        DEBUGGER.talking.add(ident)
+        DEBUGGER.stand()
+        try:
+            super().interaction(frame, tb)
+        except _NobodyAnswers:
+            self._conversation.take()
+            self.set_continue()
+            if frame is not None:
+                self.say_passed(frame)
+        except BaseException:
+            self._goes_on = True
+            raise
+        finally:
+            if not is_inner:
+                DEBUGGER.talking.discard(ident)
+                if self._goes_on:
+                    DEBUGGER.leave()
 
     def _cmdloop(self) -> None:
         self.cmdloop()  # pdb's own goes on after Ctrl-C, which here ends the debugger
@@ -283,6 +301,7 @@ class _Pdb(pdb.Pdb):
             and not any(is_users(e.f_code.co_filename) for e in outwards(frame.f_back))
         ):
             sys.settrace(None)
+            DEBUGGER.leave()
             return None
         return following
 
@@ -295,7 +314,12 @@ class _Pdb(pdb.Pdb):
     def set_continue(self) -> None:
         """Run on, without tracing if no breakpoint of pdb's is set."""
         super().set_continue()
-        self.is_done = not self.breaks
+        self.is_done, self._goes_on = not self.breaks, True
+
+    def set_quit(self) -> None:
+        """End the code that stands here."""
+        super().set_quit()
+        self._goes_on = True
 
     # -- what is shown --------------------------------------------------------------------------
 
