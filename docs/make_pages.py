@@ -22,8 +22,6 @@ ROOT = HERE.parent
 LINKED = (ROOT / "README.md", HERE / "index.md", HERE / "troubleshooting.md")
 """The pages with places for `links`."""
 
-_ALIASES = {"dist_debug"}
-
 
 def copy_notebooks(to: Path) -> None:
     """Copy the saved notebooks to a folder, and the pictures that are attached to their texts beside them."""
@@ -43,9 +41,8 @@ def magics() -> str:
     found: dict[str, str] = {}
     for kind, sign in (("line", "%"), ("cell", "%%")):
         for name, method in DistMagics.magics[kind].items():
-            if name not in _ALIASES:
-                text = inspect.getdoc(getattr(DistMagics, method)) or ""
-                found[name] = f"## `{sign}{name}`\n\n```text\n{text}\n```\n"
+            text = inspect.getdoc(getattr(DistMagics, method)) or ""
+            found[name] = f"## `{sign}{name}`\n\n```text\n{text}\n```\n"
     return "\n".join(found.values())
 
 

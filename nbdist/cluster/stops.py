@@ -17,6 +17,8 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import contextvars
+import linecache
 import queue
 import selectors
 import sys
@@ -34,6 +36,7 @@ from nbdist.cluster.jupyter.kernel_connection import KernelThread
 from nbdist.cluster.kernels.cells import Cell
 from nbdist.cluster.output.sinks import current_sink
 from nbdist.cluster.worker.debugger import STOPPED
+from nbdist.code_places import is_of_cell
 from nbdist.errors import UsageError
 from nbdist.finalisers import hand_over
 from nbdist.rpc.agent import Agent
@@ -67,9 +70,9 @@ class StoppedThread:
 
 
 class Stops:
-    """The debuggers that stand on the workers of one cluster. Workers call `ask` and `left`, by the name "stops"."""
+    """The debuggers that stand on the workers of one cluster. Workers call `METHODS`, by the name "stops"."""
 
-    METHODS = ("ask", "left")
+    METHODS = ("ask", "left", "source")
 
     def __init__(self, agent: Agent, thread: KernelThread) -> None:
         """Begin, in the main thread. `close` ends it."""
@@ -83,6 +86,8 @@ class Stops:
         self._shell: Any = get_ipython()
         self._running = 1  # the cells of the notebook that run, the present one included; a script is one
         self._interactive = self._can_ask()
+        # The kernel finds in it below which cell to ask. The event loop, in which ``await`` waits, has another one.
+        self._context = contextvars.copy_context()
         if self._shell is not None:
             self._shell.events.register("pre_run_cell", self._before_cell)
             self._shell.events.register("post_run_cell", self._after_cell)
@@ -105,7 +110,7 @@ class Stops:
 
     def _before_cell(self, _: object) -> None:
         self._running += 1
-        self._interactive = self._can_ask()
+        self._interactive, self._context = self._can_ask(), contextvars.copy_context()
 
     def _after_cell(self, _: object) -> None:
         self._running = max(0, self._running - 1)
@@ -125,10 +130,9 @@ class Stops:
                 return answer
             if not self._stops:
                 self._stood_since = time.monotonic()
-            stop = self._stops.get((worker, thread))
-            if stop is None or stop.number != number:  # the message that it has left may come later
-                if stop is not None:
-                    stop.over.try_settle(None, None)
+            stop = self._stops.setdefault((worker, thread), StoppedThread(number, place))
+            if stop.number != number:  # the message that the earlier one has left comes later
+                stop.over.try_settle(None, None)
                 stop = self._stops[worker, thread] = StoppedThread(number, place)
             stop.place, stop.text, stop.answer = place, text, answer
         self._thread.soon(self._begin_looking)
@@ -144,6 +148,10 @@ class Stops:
             if not self._stops:
                 self._stood += time.monotonic() - self._stood_since
         stop.over.try_settle(None, None)
+
+    def source(self, file: str) -> list[str]:
+        """Return the lines of a cell whose functions were sent to workers, which cannot read its file."""
+        return linecache.getlines(file) if is_of_cell(file) else []
 
     def _on_lost(self, record: Record, _: str) -> None:
         for (worker, thread), stop in list(self._stops.items()):
@@ -167,26 +175,18 @@ class Stops:
 
         In the main thread. Raises UsageError if the worker neither stands nor keeps an error.
         """
-        if not self._attend(worker):
-            with recorder().contexts.outside():
-                found = self._agent.at(worker, "debugger").ask("post_mortem", timeout=0)
-            if not found:
-                raise UsageError(
-                    f"{worker} does not stand in a debugger, and keeps no error: no cell and no call has failed there "
-                    "since it started, or since the last `%dist_free`"
-                )
-
-    def _attend(self, worker: str) -> bool:
-        """Ask about a worker's stop now, and wait until it is over; return False if the worker does not stand."""
-        with self._lock:
-            key = next((key for key in self._stops if key[0] == worker), None)
-            if key is None:
-                return False
-            self._turn = key
-            over = self._stops[key].over
-        self._thread.soon(self._begin_looking)
-        over.wait()
-        return True
+        found = next((each for each in list(self._stops.items()) if each[0][0] == worker), None)
+        if found is not None:
+            self._turn = found[0]
+            found[1].over.wait()
+            return
+        with recorder().contexts.outside():
+            has_error = self._agent.at(worker, "debugger").ask("post_mortem", timeout=0)
+        if not has_error:
+            raise UsageError(
+                f"{worker} does not stand in a debugger, and keeps no error: no cell and no call has failed there "
+                "since it started, or since the last `%dist_free`"
+            )
 
     # -- asking ---------------------------------------------------------------------------------
 
@@ -235,12 +235,10 @@ class Stops:
         try:
             text, _, prompt = stop.text.rpartition("\n")
             if text:
-                print(text, flush=True)
-            said = input(f"{key[0]} {stop.place} {prompt}")
+                self._context.run(print, text, flush=True)
+            said = self._context.run(input, f"{key[0]} {stop.place} {prompt}")
         except EOFError:
             said = "EOF"  # pdb's command for it
-        except KeyboardInterrupt:
-            raise
         except Exception:  # the front end cannot ask
             said = None
         finally:

@@ -13,19 +13,16 @@ BY_QUESTION: tuple[tuple[str, tuple[str, ...]], ...] = (
     ),
     ("How do I run code on workers?", ("%%remote", "%remote", "%%distributed", "%%rank", "%dist_mode", "%sync")),
     ("How do values get there and back?", ("%dist_push", "%dist_pull", "%remote")),
-    (
-        "It hangs: where does each worker stand?",
-        ("%dist_stacks", "%dist_panel", "%dist_status", "%dist_debug", "%dist_restart"),
-    ),
+    ("It hangs: where does each worker stand?", ("%dist_stacks", "%dist_panel", "%dist_status", "%dist_restart")),
     ("It is slow: what takes the time?", ("%%timeline", "%%watch", "%dist_panel", "%dist_doctor")),
     ("It runs out of memory: what is held, and by whom?", ("%dist_memory", "%dist_free")),
     ("It is wrong, or NaN: where does it begin?", ("%%watch", "%dist_diff", "%dist_compare")),
-    ("It failed: what did a worker say?", ("%dist_log",)),
+    ("It failed: what did a worker say?", ("%dist_debug", "%dist_log")),
 )
 # A line below the magics of a question.
 _HINTS = {
     "It hangs: where does each worker stand?": "The stop button interrupts a cell; -t SECONDS does so after that time.",
-    "It failed: what did a worker say?": "`%debug` in a cell of `%%remote worker1` looks around where worker1 failed.",
+    "It failed: what did a worker say?": "`breakpoint()` on a worker, in a cell or a call, opens pdb in the input box.",
 }
 _OTHERS = "And:"  # the heading of the magics that belong to no question
 

@@ -20,8 +20,9 @@ from nbdist.cluster.errors import CellError
 from nbdist.cluster.jupyter import labels
 from nbdist.cluster.jupyter.page_lines import Page, follow_page
 from nbdist.cluster.jupyter.versions import add_completer
+from nbdist.cluster.kernels.cells import LEAVES_NO_FRAME
 from nbdist.cluster.processes.launchers.local import discard
-from nbdist.errors import UsageError
+from nbdist.errors import DebuggerQuit, UsageError
 from nbdist.magics.completion import complete
 from nbdist.magics.inspection import inspect_on_workers
 from nbdist.magics.reruns import Reruns
@@ -153,8 +154,9 @@ def _failed_workers() -> list[str]:
     error, cluster = getattr(sys, "last_value", None), Cluster.current
     if cluster is None or not cluster.running:
         return []
-    names = [each.worker for each in error.errors] if isinstance(error, CellError) else []
-    for note in getattr(error, "__notes__", ()):
+    errors = error.errors if isinstance(error, CellError) else ()
+    names = [each.worker for each in errors if each.name not in LEAVES_NO_FRAME]
+    for note in () if isinstance(error, DebuggerQuit) else getattr(error, "__notes__", ()):
         if note.startswith("raised on "):
             names.append(note.removeprefix("raised on ").partition(",")[0])
     return [worker.name for worker in cluster.workers if worker.name in names and worker.alive]

@@ -50,7 +50,11 @@ def cluster(paused):
     """What a module needs of a cluster: an agent, and two workers."""
     workers = [SimpleNamespace(name=name, alive=True, step="ready", cells=[]) for name in ("worker1", "worker2")]
     return SimpleNamespace(
-        agent=paused[0], workers=workers, kernel_thread=SimpleNamespace(soon=lambda *_: True), probe=probed
+        agent=paused[0],
+        workers=workers,
+        kernel_thread=SimpleNamespace(soon=lambda *_: True),
+        probe=probed,
+        stops=SimpleNamespace(place=lambda _: ""),
     )
 
 

@@ -128,7 +128,7 @@ def test_where_nobody_can_answer_it_prints_and_goes_on(notebook):
         assert f"nobody can answer here, so this did not stop at {cell.name}:4" in cell.stdout
         assert "  x = 5\n  w = Tensor float32(2,)\n" in cell.stdout
         cell = notebook.run("def g(x):\n    breakpoint()\n    return x\nrpc.rpc_sync('worker1', g, args=(5,))")
-        assert f"so this did not stop at {cell.name}:2 in g\n[worker1]   x = 5\n" in cell.stdout
+        assert f"so this did not stop at {cell.name}:2 in g: breakpoint()\n[worker1]   x = 5\n" in cell.stdout
         assert cell.result == "5"
     finally:
         notebook.watched = True
@@ -249,3 +249,16 @@ def test_a_debugger_within_a_command_of_another(notebook):
     notebook.run("%%remote worker1\ndef f(x):\n    breakpoint()\n    return x\nprint(f(0))")
     assert len(prompts) == 5
     assert notebook.run("cluster.stops.place('worker1')").result == "''"
+
+
+def test_the_lines_of_a_function_of_the_notebook_are_shown(notebook):
+    answer(notebook, "l", "q")
+    cell = notebook.run(
+        "def h(x):\n    breakpoint()\n    return 7 * x\nrpc.rpc_sync('worker1', h, args=(1,))", check=False
+    )
+    assert "-> breakpoint()" in cell.stdout
+    assert "return 7 * x" in cell.stdout
+    assert "%dist_debug" not in cell.traceback
+    notebook.run("import asyncio\ndef k(x):\n    breakpoint()\n    return x")
+    answer(notebook, "c")
+    assert notebook.run("await rpc.rpc_async('worker1', k, args=(3,))").result == "3"

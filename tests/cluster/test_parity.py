@@ -179,7 +179,7 @@ def without_worker(said):
     return json.loads(text.replace(f", {json.dumps(HOW_TO_DEBUG)}", ""))
 
 
-HOW_TO_DEBUG = "To look around where it failed: `%debug` in a cell of `%%remote worker0`"
+HOW_TO_DEBUG = "To look around where it failed: `%dist_debug worker0`"
 
 
 # -- cells --------------------------------------------------------------------------------------

@@ -175,7 +175,7 @@ def test_a_magic_of_no_question_is_listed_last():
 
 def test_a_worker_is_debugged_where_its_cell_failed(notebook):
     cell = notebook.run("%%remote\ndef f(depth):\n    return 1 / depth\nf(1 - rank)", check=False)
-    assert cell.traceback.splitlines()[-1] == "To look around where it failed: `%debug` in a cell of `%%remote worker1`"
+    assert cell.traceback.splitlines()[-1] == "To look around where it failed: `%dist_debug worker1`"
     asked = []
 
     def answer(request):

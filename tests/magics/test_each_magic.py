@@ -12,8 +12,6 @@ from nbdist.magics.lines import READERS
 DOCS = Path(__file__).parents[2] / "docs"
 SIGNS = {"line": "%", "cell": "%%"}
 MAGICS = sorted({f"{SIGNS[kind]}{name}" for kind, magics in DistMagics.magics.items() for name in magics})
-OTHER_NAMES = {"%dist_debug": "%dist_status"}
-"""A name that notebooks of nbdistributed have, and ours, which has the row."""
 
 
 @pytest.mark.parametrize("magic", MAGICS)
@@ -24,7 +22,7 @@ def test_it_has_a_row_a_question_a_parser_and_a_line_of_the_how_to(magic):
     asked = {name for _, names in overview.BY_QUESTION for name in names}
     assert magic in asked | {"%dist"}, "`BY_QUESTION` in nbdist/magics/overview.py does not have it"
     table = (DOCS / "api" / "magics.md").read_text()
-    row = rf"^\| `%?{OTHER_NAMES.get(magic, magic)}\b"
+    row = rf"^\| `%?{magic}\b"
     assert re.search(row, table, re.MULTILINE), "docs/api/magics.md has no row for it"
     pages = [DOCS / "coming_from.md", *(DOCS / "howto").glob("*.md")]
     used = any(re.search(rf"(?<!%){magic}\b", page.read_text()) for page in pages)

@@ -41,7 +41,7 @@ def free() -> Holdings:
 
 
 def _forget_last_error() -> None:
-    DEBUGGER.forget()
+    DEBUGGER.last_error = None
 
 
 def _forget(ids: set[GlobalId]) -> None:

@@ -76,10 +76,7 @@ def collect(cluster: Cluster) -> Status:
         probes = {worker.name: cluster.probe(worker.name) for worker in silent}
         partings = cluster.partings(probes) if in_collective else []
     reports |= _read(probes, [worker.name for worker in silent if worker.cells])
-    rows = [
-        _status(worker, reports.get(worker.name) or StatusReport(None), cluster.stops.place(worker.name))
-        for worker in cluster.workers
-    ]
+    rows = [_status(cluster, worker, reports.get(worker.name) or StatusReport(None)) for worker in cluster.workers]
     return Status(rows, partings)
 
 
@@ -96,8 +93,8 @@ def _read(probes: Mapping[str, Future[Probe]], busy: Collection[str]) -> dict[st
     return found
 
 
-def _status(worker: Worker, report: StatusReport, stands_at: str) -> WorkerStatus:
-    """Join a worker's report with the facts that the notebook knows; ``stands_at`` is `Stops.place`."""
+def _status(cluster: Cluster, worker: Worker, report: StatusReport) -> WorkerStatus:
+    """Join a worker's report with the facts that the notebook knows about the worker."""
     cell = worker.present_cell
     runs = report.doing
     if cell is not None:
@@ -108,7 +105,7 @@ def _status(worker: Worker, report: StatusReport, stands_at: str) -> WorkerStatu
     pid = worker.pid if worker.lost is None else None
     device = worker.device if worker.gpu is None else f"{worker.device} (GPU {worker.gpu})"
     state = "busy" if report.calls and worker.state == "idle" else worker.state
-    if stands_at and worker.lost is None:
+    if stands_at := cluster.stops.place(worker.name):
         state = f"stands in the debugger at {stands_at}"
     report = report if runs else report._replace(where="")
     log = tuple(worker.log.timed_lines())

@@ -58,9 +58,9 @@ _FAST_NOTICE_AFTER = 1.0
 
 _END_OF_INPUT = "\x04"  # for this answer ipykernel raises EOFError in the function that asked for input
 
-# Errors for which no `%debug` hint is shown: they leave no frame of the user's code on the worker, or no worker.
-_WITHOUT_DEBUG_HINT = {
+LEAVES_NO_FRAME = {
     "Aborted",
+    "DebuggerQuit",
     "IndentationError",
     "KeyboardInterrupt",
     "SyntaxError",
@@ -68,6 +68,7 @@ _WITHOUT_DEBUG_HINT = {
     "UsageError",
     "WorkerLost",
 }
+"""Errors after which there is nothing to debug: they leave no frame of the user's code on the worker, or no worker."""
 
 _OUTPUTS = ("stream", "display_data", "execute_result", "error")  # the message types that `Cell.outputs` keeps
 
@@ -230,8 +231,8 @@ class Cell:
         """Return the line that says how to debug a failed worker; nothing if no user is there to type it."""
         if not self._options.block or self._options.quiet or not self.sink.interactive:
             return []
-        found = next((error.worker for error in self._own_errors() if error.name not in _WITHOUT_DEBUG_HINT), None)
-        return [f"To look around where it failed: `%debug` in a cell of `%%remote {found}`"] if found else []
+        found = next((error.worker for error in self._own_errors() if error.name not in LEAVES_NO_FRAME), None)
+        return [f"To look around where it failed: `%dist_debug {found}`"] if found else []
 
     def _own_errors(self) -> list[WorkerError]:
         """Return the errors of the workers, without those that explain nothing."""

@@ -13,8 +13,10 @@ A debugger that steps (`n`, `s`) traces its thread until the outermost function 
 
 from __future__ import annotations
 
+import contextlib
 import io
 import itertools
+import linecache
 import os
 import pdb
 import sys
@@ -82,16 +84,12 @@ class Debugger:
         """Ask by this agent, from now on. Called once, when it has started."""
         self._agent, self._pid = agent, os.getpid()
         agent.executor.on_error = self.keep
-        agent.named.publish("debugger", self, "post_mortem", "forget")
+        agent.named.publish("debugger", self, "post_mortem")
 
     def keep(self, error: BaseException) -> None:
         """Keep an error, in place of the last one."""
         if isinstance(error, Exception) and not isinstance(error, DebuggerQuit):
             self.last_error = error
-
-    def forget(self) -> None:
-        """Drop the last error, and with it the frames that it keeps."""
-        self.last_error = None
 
     def _after_cell(self, result: Any) -> None:
         if self._main is not None:
@@ -121,6 +119,13 @@ class Debugger:
             raise _NobodyAnswers
         return str(said)
 
+    def learn_source(self, file: str) -> None:
+        """Get the lines of a cell of the notebook's, with a function that was sent here, so that pdb can show them."""
+        assert self._agent is not None
+        with recorder().contexts.outside(), contextlib.suppress(NbdistError):
+            lines = self._agent.at(self._driver, "stops").ask("source", file)
+            linecache.cache[file] = sum(map(len, lines)), None, lines, file
+
     def stand(self) -> None:
         """Stop the clocks of all members, until `leave` in this thread. A second call changes nothing."""
         ident = threading.get_ident()
@@ -137,16 +142,15 @@ class Debugger:
 
     def say_limits(self) -> str:
         """Return a line about the waits of other workers in process groups that end although this thread stands."""
-        if self._agent is None or not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-            return ""
+        assert self._agent is not None
         others = [each.name for each in self._agent.membership.others() if each.name != self._driver]
         with recorder().contexts.outside():
             told = ask_each(self._agent, limits_left, dict.fromkeys(others, ()), timeout=_LIMITS_TOLD_WITHIN)
-        left: dict[str, float] = {}
-        for limits in told.or_raise(but=NbdistError).values():
-            for group, seconds in limits.items():
-                left[group] = min(seconds, left.get(group, seconds))
-        return "; ".join(f"{group} gives up in {seconds:.0f} s" for group, seconds in left.items())
+        found = [
+            (seconds, group) for each in told.or_raise(but=NbdistError).values() for group, seconds in each.items()
+        ]
+        first = {group: seconds for seconds, group in sorted(found, reverse=True)}
+        return "; ".join(f"{group} gives up in {seconds:.0f} s" for group, seconds in first.items())
 
     def post_mortem(self) -> bool:
         """Look around where the last error arose, in a conversation with the notebook, which calls this.
@@ -158,10 +162,8 @@ class Debugger:
         debugger = _Pdb()
         debugger.reset()
         debugger.message(f"{type(self.last_error).__name__}: {self.last_error}")
-        try:
-            debugger.interaction(None, self.last_error.__traceback__)
-        finally:
-            self.leave()
+        debugger.interaction(None, self.last_error.__traceback__)
+        self.leave()
         return True
 
 
@@ -293,13 +295,8 @@ class _Pdb(pdb.Pdb):
             following = super().trace_dispatch(frame, event, arg)
         except BdbQuit:
             self.quit(frame)
-        # The thread of a call goes on to other calls.
-        in_cell = threading.current_thread() is threading.main_thread()
-        if (
-            event == "return"
-            and not in_cell
-            and not any(is_users(e.f_code.co_filename) for e in outwards(frame.f_back))
-        ):
+        # The thread of a call goes on to other calls. In the main thread, the cell may have more statements.
+        if event == "return" and threading.current_thread() is not threading.main_thread() and _is_outermost(frame):
             sys.settrace(None)
             DEBUGGER.leave()
             return None
@@ -309,7 +306,8 @@ class _Pdb(pdb.Pdb):
         """Raise the error of the command ``q``."""
         sys.settrace(None)
         place = CodeLine(frame.f_code.co_filename, line_number(frame), frame.f_code.co_name).place
-        raise DebuggerQuit(f"`q` in the debugger of {DEBUGGER.name} ended {frame.f_code.co_name} at {place}") from None
+        ended = "the cell" if frame.f_code.co_name == "<module>" else frame.f_code.co_name
+        raise DebuggerQuit(f"`q` in the debugger of {DEBUGGER.name} ended {ended} at {place}") from None
 
     def set_continue(self) -> None:
         """Run on, without tracing if no breakpoint of pdb's is set."""
@@ -326,6 +324,9 @@ class _Pdb(pdb.Pdb):
     def get_stack(self, f: FrameType | None, t: TracebackType | None) -> tuple[list[tuple[FrameType, int]], int]:
         """Return the stack without the frames that run the user's code."""
         stack, index = super().get_stack(f, t)
+        for file in {frame.f_code.co_filename for frame, _ in stack}:
+            if file in CELLS and not linecache.getlines(file):
+                DEBUGGER.learn_source(file)
         first = next((at for at, (frame, _) in enumerate(stack) if is_users(frame.f_code.co_filename)), 0)
         return stack[first:], max(0, index - first)
 
@@ -339,12 +340,9 @@ class _Pdb(pdb.Pdb):
         """Refuse: the interactive interpreter reads standard input, which calls do not have."""
         self.error("interact is not there on a worker: write a statement after !")
 
-    def do_run(self, arg: str) -> bool | None:
-        """Refuse: this would end the worker's code by an error of pdb's."""
-        self.error("a worker cannot run its code again: q ends it")
-        return None
 
-    do_restart = do_run
+def _is_outermost(frame: FrameType) -> bool:
+    return not any(is_users(each.f_code.co_filename) for each in outwards(frame.f_back))
 
 
 def _say_value(value: Any) -> str:
