@@ -262,3 +262,27 @@ def test_the_lines_of_a_function_of_the_notebook_are_shown(notebook):
     notebook.run("import asyncio\ndef k(x):\n    breakpoint()\n    return x")
     answer(notebook, "c")
     assert notebook.run("await rpc.rpc_async('worker1', k, args=(3,))").result == "3"
+
+
+def test_the_line_below_the_cell_says_who_stands_where(notebook):
+    notebook.answers[:] = [lambda request: (time.sleep(3), "c")[1]]
+    cell = notebook.run("%%remote --progress-after 1\nif rank == 1:\n    breakpoint()\ndist.barrier()")
+    lines = [
+        content["data"].get("text/plain", "") for content in cell.of("display_data") + cell.of("update_display_data")
+    ]
+    assert any(f"worker1 stands in the debugger at {cell.name}:3" in line for line in lines)
+
+
+def test_a_stage_of_a_pipeline_stops(notebook):
+    prompts = answer(notebook, "p 'shape', tuple(x.shape)", "c", "c")
+    code = (
+        "class Stage(torch.nn.Linear):\n    def forward(self, x):\n"
+        "        breakpoint()\n        return super().forward(x)\n"
+        "from functools import partial\nfrom nbdist import nn\n"
+        "pipe = nn.Pipeline([partial(Stage, 2, 2), partial(Stage, 2, 2)], ['worker0', 'worker1'], micro_batches=1)\n"
+        "x = torch.ones(4, 2)\nwith dist_autograd.context():\n"
+        "    pipe.train_step(x, x, torch.nn.functional.mse_loss)"
+    )
+    cell = notebook.run(code)
+    assert [prompt.split()[0] for prompt in prompts] == ["worker0", "worker0", "worker1"]
+    assert "('shape', (4, 2))" in cell.stdout
