@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import pytest
 from helpers.notebook.frontend import Notebook
+from helpers.suite.python_path import python_path
 
 DOCS = Path(__file__).parents[1] / "docs"
 FENCE = re.compile(r"^```(.*)\n((?:.*\n)*?)```$", re.MULTILINE)
@@ -56,7 +57,7 @@ def name_of(page: Path) -> str:
 
 @pytest.mark.parametrize("page", WITH["ipython"], ids=name_of)
 def test_cells_run(page, tmp_path):
-    with Notebook(load=False) as notebook:
+    with Notebook(load=False, env=python_path(tmp_path)) as notebook:
         notebook.run(f"__import__('os').chdir({str(tmp_path)!r})")  # cells may write files beside the notebook
         for block in blocks(page):
             if block.kind == "ipython":

@@ -12,6 +12,7 @@ from typing import Any
 
 from nbdist.cluster import asking
 from nbdist.cluster.cluster import Cluster
+from nbdist.cluster.examination.imported_files import noted
 from nbdist.cluster.jupyter.versions import Completions
 from nbdist.cluster.spec import OPTIONS
 from nbdist.magics.lines import READERS
@@ -58,6 +59,8 @@ def complete(shell: Any, text: str, cursor: int) -> Completions:
 
 
 def _variables(shell: Any, magic: str) -> list[str]:
+    if magic == "%dist_reload":
+        return sorted(noted)
     if magic == "%dist_push":
         hidden = shell.user_ns_hidden
         return [name for name in list(shell.user_ns) if not name.startswith("_") and name not in hidden]

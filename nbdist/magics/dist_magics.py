@@ -23,7 +23,7 @@ from nbdist.amounts import counted, plural
 from nbdist.cluster.cluster import Cluster
 from nbdist.cluster.examination.examination import Examination, read_code
 from nbdist.cluster.hosts.launchers.join import how_to_join
-from nbdist.cluster.inspection import comparing, freeing, holdings, one_piece, status, thread_stacks
+from nbdist.cluster.inspection import code_versions, comparing, freeing, holdings, one_piece, status, thread_stacks
 from nbdist.cluster.inspection.print_logs import read_logs
 from nbdist.cluster.jupyter import labels
 from nbdist.cluster.jupyter.page_lines import Page, lines_above, moved_down
@@ -535,6 +535,27 @@ class DistMagics(Magics):  # type: ignore[misc, unused-ignore]
         living, run = _living(cluster, targets), functools.partial(self._run_here, expression)
         found = one_piece.compare_with_workers(cluster, expression, living, exact, names, run)
         print(comparison.say(expression, exact, *found))
+
+    # -- code -----------------------------------------------------------------------------------
+
+    @line_magic
+    def dist_reload(self, line: str) -> None:
+        """Run an edited module again on workers, and here: %dist_reload MODULE [-r TARGET].
+
+        Without -r, on all workers that have imported the module, and in the notebook if it has. Each worker first ends
+        the cells that it was sent before. As with IPython's %autoreload, functions that were imported from the module
+        get their new code, and objects of its classes the new class. Where that is impossible, a line says so. The
+        module's own variables begin anew. If the new code raises an error, the old code stays.
+
+        With %autoreload 2 in the notebook, workers reload edited modules by themselves, before each cell of yours.
+
+        Example:
+            %dist_reload losses
+        """
+        asked = read("%dist_reload", line)
+        cluster = self._session.cluster()
+        names = [worker.name for worker in cluster.select(_living(cluster, asked.targets))]
+        print(code_versions.reload_on(cluster, asked.module, names, here=asked.targets is None))
 
     # -- cells ----------------------------------------------------------------------------------
 

@@ -68,6 +68,12 @@ def _variable(text: str) -> str:
     return text
 
 
+def _module(text: str) -> str:
+    if not all(part.isidentifier() for part in text.split(".")):
+        raise argparse.ArgumentTypeError(f"{text!r} is not the name of a module, such as losses or package.losses")
+    return text
+
+
 # -- %remote ------------------------------------------------------------------------------------
 
 # The option may also stand after the target, because no expression begins with -t and a number.
@@ -258,6 +264,10 @@ for _magic in ("%dist_push NAME [NAME ...]", "%dist_pull NAME [NAME ...]", "%dis
     _values = _reader(f"{_magic} [-r TARGET]", *(["--code"] if "--code" in _magic else []))
     _values.add_argument("names", nargs="+")
     _values.add_argument("-r", "--rank", "--targets", dest="targets", nargs="+")
+
+_reload = _reader("%dist_reload MODULE [-r TARGET]")
+_reload.add_argument("module", type=_module)
+_reload.add_argument("-r", "--rank", "--targets", dest="targets", nargs="+")
 
 _compare = _reader("%dist_compare EXPRESSION [-r TARGET] [--exact]", "--exact")
 _compare.add_argument("-r", "--rank", "--targets", dest="targets", nargs="+")

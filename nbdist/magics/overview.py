@@ -18,10 +18,12 @@ BY_QUESTION: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("It runs out of memory: what is held, and by whom?", ("%dist_memory", "%dist_free")),
     ("It is wrong, or NaN: where does it begin?", ("%%watch", "%dist_diff", "%dist_compare")),
     ("It failed: what did a worker say?", ("%dist_debug", "%dist_log")),
+    ("I edited a file: how do workers get the new code?", ("%dist_reload", "%dist_diff")),
 )
 # A line below the magics of a question.
 _HINTS = {
     "It hangs: where does each worker stand?": "The stop button interrupts a cell; -t SECONDS does so after that time.",
+    "I edited a file: how do workers get the new code?": "With IPython's %autoreload, workers follow by themselves.",
     "It failed: what did a worker say?": "`breakpoint()` on a worker, in a cell or a call, opens pdb in the input box.",
 }
 _OTHERS = "And:"  # the heading of the magics that belong to no question

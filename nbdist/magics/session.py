@@ -17,9 +17,10 @@ from typing import TYPE_CHECKING, Any
 from nbdist.cluster import spawning
 from nbdist.cluster.cluster import Cluster
 from nbdist.cluster.errors import CellError
+from nbdist.cluster.inspection import code_versions
 from nbdist.cluster.jupyter import labels
 from nbdist.cluster.jupyter.page_lines import Page, follow_page
-from nbdist.cluster.jupyter.versions import add_completer
+from nbdist.cluster.jupyter.versions import active_autoreloader, add_completer
 from nbdist.cluster.kernels.cells import LEAVES_NO_FRAME
 from nbdist.cluster.processes.launchers.local import discard
 from nbdist.errors import DebuggerQuit, UsageError
@@ -52,6 +53,7 @@ class NotebookSession:
         spawning.install(on_worker=False)
         # First: `_transform` compares the lines with the page's text, and later transformers remove some of them.
         shell.input_transformers_cleanup.insert(0, self._transform)
+        shell.events.register("pre_run_cell", self._before_cell)
         shell.events.register("post_run_cell", self._after_cell)
         self._remove_completer = add_completer(shell, partial(complete, shell))
         labels.trim_tracebacks(shell)
@@ -62,6 +64,7 @@ class NotebookSession:
         self._show_result: Any = hook.start_displayhook
         hook.start_displayhook = self._before_result
         self.reruns = Reruns(shell)
+        self._versions = code_versions.Versions()
         # The whole text of a cell while a part of it runs in the notebook: tracebacks count lines from its top.
         self._counted: Page | None = None
         follow_page(self._shell.compile, lambda: self._counted)
@@ -104,6 +107,7 @@ class NotebookSession:
         discard()
         spawning.uninstall()
         self._shell.input_transformers_cleanup.remove(self._transform)
+        self._shell.events.unregister("pre_run_cell", self._before_cell)
         self._shell.events.unregister("post_run_cell", self._after_cell)
         self._remove_completer()
         if hasattr(self._kernel, "do_inspect"):
@@ -132,6 +136,12 @@ class NotebookSession:
             return ["%%distributed\n", *lines]
         return lines
 
+    def _before_cell(self, _: Any) -> None:
+        """Let workers follow ``%autoreload``."""
+        if (reloader := active_autoreloader(self._shell)) and (cluster := Cluster.current) and cluster.running:
+            for text in code_versions.follow(cluster, reloader):
+                print(f"%autoreload: {text}", file=sys.stderr)
+
     def _before_result(self) -> None:
         """Wait for the output of the cell's calls on workers, so that it is shown above the cell's result."""
         if (cluster := Cluster.current) is not None and cluster.running:
@@ -139,14 +149,18 @@ class NotebookSession:
         self._show_result()
 
     def _after_cell(self, _: Any) -> None:
-        """Wait for the output of the cell's calls on workers, so that it is shown below this cell."""
+        """Wait for the output of the cell's calls on workers, so that it is shown below this cell; compare versions."""
         cluster = Cluster.current
         # The cluster of `%dist_init` has ended. A variable that the user has assigned meanwhile stays.
         if self.named is not None and self.named is not cluster:
             self._shell.drop_by_id({"cluster": self.named})
             self.named = None
+        if reloader := active_autoreloader(self._shell):
+            self._versions.note_autoreloaded(reloader)
         if cluster is not None and cluster.running:
             cluster.settle()
+            for line in self._versions.differ(cluster):
+                print(line, file=sys.stderr)
 
 
 def _failed_workers() -> list[str]:

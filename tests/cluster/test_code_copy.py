@@ -11,6 +11,7 @@ from helpers.waiting import wait_for_file
 import nbdist
 from nbdist.cluster.hosts import code_copy
 from nbdist.cluster.hosts.code_copy import pack, unpack
+from nbdist.cluster.inspection.code_versions import reload_on
 from nbdist.errors import UsageError
 
 FILES = {
@@ -99,7 +100,11 @@ def test_workers_import_it_where_the_folder_is_not_seen(tmp_path, monkeypatch):
                 )
                 == [(1, "inner", False)] * 2
             )
-            write(folder, {"helpers.py": "VALUE = 2\n"})
+            write(folder, {"helpers.py": "VALUE = 2\n", "package/deep/inner.py": "X = 'preloaded'\n"})
             cluster.restart(["worker1"])
             cluster.execute("import helpers")
-            assert cluster.evaluate("helpers.VALUE") == [1, 2]
+            cluster.execute("import package.deep.inner", "worker1")
+            assert cluster.evaluate("helpers.VALUE, package.deep.inner.X") == [(1, "inner"), (2, "preloaded")]
+            write(folder, {"helpers.py": "VALUE = 3  # edited\n"})
+            assert reload_on(cluster, "helpers", cluster.names, here=False) == "helpers reloaded on worker0,1"
+            assert cluster.evaluate("helpers.VALUE") == [3, 3]

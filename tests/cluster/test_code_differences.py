@@ -71,7 +71,7 @@ def test_a_file_that_changes_after_its_import(three, tmp_path):
     file.write_text("RATE = 0.1\n")  # saved again, as it was
     assert on(three, "modules") == []
     file.write_text("RATE = 0.25\n")
-    told = f"importlib.reload(trained) there takes the new {file}"
+    told = f"%dist_reload trained takes the new {file}"
     assert on(three, "modules") == [f"modules: trained has changed since its import on worker0-2: {told}"]
     found = three.run("print(Cluster.current.examine(timeout=5))").stdout
     assert f"modules: trained has changed since its import on worker0-2: {told} (1 of 1 difference)" in found

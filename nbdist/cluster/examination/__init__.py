@@ -2,6 +2,7 @@
 
 ================  ================================================================================
 `imported_files`  notes the user's files as modules are imported, and says which have changed
+`reloading`       runs edited modules again, in this process
 `replaced`        finds the functions of torch that somebody has replaced
 `cell_functions`  the functions and classes that cells have defined
 `code_facts`      the facts about the code and the settings of one process

@@ -22,7 +22,7 @@ def remarks_on(workers: Mapping[str, CodeFacts], notebook: Mapping[str, CodeFact
     """
     members = {**notebook, **workers}
     for name, paths in _by_key(members, "changed"):
-        told = f"{name} has changed since its import on {say_members(list(paths))}: importlib.reload({name}) there"
+        told = f"{name} has changed since its import on {say_members(list(paths))}: %dist_reload {name}"
         yield f"modules: {told} takes the new {next(iter(paths.values()))}", True
     for name, places in _by_key(members, "torch"):
         yield f"torch: {name} is replaced: {_say(places)}", len({places.get(worker) for worker in workers}) > 1

@@ -16,5 +16,6 @@
 `variables`       a row for each of a worker's variables
 `holdings`        the values and contexts that live on each worker
 `freeing`         frees values that only the shell keeps
+`code_versions`   runs edited modules again, and compares their versions
 ================  ===================================================
 """

@@ -103,6 +103,13 @@ def _wrap_completions(completer: Any, complete: Callable[[str, int], Completions
 # -- tracebacks: IPython ------------------------------------------------------------------------
 
 
+def active_autoreloader(shell: Any) -> Any:
+    """Return the `ModuleReloader` of IPython's extension ``autoreload`` if it is switched on in a shell, else None."""
+    magics = shell.magics_manager.registry.get("AutoreloadMagics")
+    reloader = getattr(magics, "_reloader", None)
+    return reloader if getattr(reloader, "enabled", False) else None
+
+
 def name_files(shell: Any, name: Callable[[str], str | None]) -> None:
     """Make the shell's tracebacks show ``name(file)`` in place of a cell's file; None leaves the shell's own name."""
     compiler = shell.compile

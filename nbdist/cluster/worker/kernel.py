@@ -194,9 +194,11 @@ class WorkerKernel:
         from nbdist import autograd, rpc
         from nbdist.autograd.passes.local_passes import local_passes
         from nbdist.cluster import spawning
+        from nbdist.cluster.examination.reloading import reload_changed
         from nbdist.cluster.jupyter import labels
         from nbdist.cluster.jupyter.versions import answer_through_stream
         from nbdist.cluster.worker import collective_errors, default_group, gpu
+        from nbdist.cluster.worker.new_code import NewCode
         from nbdist.cluster.worker.output import WorkerOutput
         from nbdist.cluster.worker.values import PushedValues
 
@@ -231,6 +233,8 @@ class WorkerKernel:
         shell.events.register("post_run_cell", local_passes.cell_ends)
         self._output = WorkerOutput(shell, given, self._collectives)
         self._pushed = PushedValues(shell)
+        self._new_code = NewCode(shell)
+        reload_changed()  # modules that the zygote imported, perhaps before an edit
 
     def join(self) -> None:
         """Start the RPC agent and join the RPC world. Returns when this worker is a member.
@@ -256,6 +260,7 @@ class WorkerKernel:
         self._output.follow(agent)
         DEBUGGER.follow(agent)
         agent.named.publish("pushed", self._pushed, "receive", "forget")
+        agent.named.publish("code", self._new_code, *self._new_code.METHODS)
         self._collectives.follow(agent, told)
         failures.on_text(labels.rename_frames)
         process_memory.mark_start()

@@ -55,6 +55,11 @@ def describe(function: Any) -> Named:
     return named
 
 
+def named_modules() -> set[str]:
+    """Return the modules of the functions that calls of this process have named lately."""
+    return {str(named.name).partition(":")[0] for _, _, _, named in list(_described.values())}
+
+
 def name_of(function: Any) -> str | None:
     """Return the name by which another process finds ``function``; None if it cannot, or if ``__main__`` defines it."""
     if isinstance(function, types.BuiltinFunctionType):
@@ -70,7 +75,7 @@ def name_of(function: Any) -> str | None:
     if module in MAIN_NAMES:
         return None
     # The name must lead to the same object here: decorators and assignments give functions names that others have.
-    if isinstance(module, str) and _walk(sys.modules.get(module), qualname) is function:
+    if isinstance(module, str) and _is_same(_walk(sys.modules.get(module), qualname), function):
         return f"{module}:{qualname}"
     # The module name of an operator of torch is of no use.
     short = qualname.rpartition(".")[2]
@@ -83,6 +88,14 @@ def name_of(function: Any) -> str | None:
         if isinstance(found, types.MethodType) and found == function:
             return f"{module}:{qualname}"
     return None
+
+
+def _is_same(found: Any, function: Any) -> bool:
+    # After IPython's autoreload, a function that was imported from the module is another object with the new code. As
+    # one of a closure has cells of its own, it is not the same.
+    if found is function or type(found) is not types.FunctionType or type(function) is not types.FunctionType:
+        return found is function
+    return found.__code__ is function.__code__ and not function.__closure__
 
 
 def _walk(module: Any, qualname: str) -> Any:

@@ -32,7 +32,7 @@ from typing import Any
 
 import msgspec
 
-from nbdist.cluster.hosts.code_copy import pack
+from nbdist.cluster.hosts.code_copy import pack, stamp_of
 from nbdist.cluster.hosts.group_board import Boards
 from nbdist.cluster.hosts.hub import Hub, KeeperMember
 from nbdist.cluster.jupyter.relay import Relay
@@ -97,6 +97,7 @@ class RemoteLauncher:
         # By incarnation of a keeper: the digest of the Python files that it got last, and the lock to send them.
         self._codes: dict[int, bytes] = {}
         self._sending_code: dict[int, threading.Lock] = {}
+        self._code_stamp: object = None  # of the files that `send_code` sent last
         self._packed = -math.inf, b""  # when Python files were last packed, and their archive
         self._packing = threading.Lock()
         self.is_closing = False
@@ -277,7 +278,7 @@ class RemoteLauncher:
         """Let a keeper start a worker, and settle the start's future. Runs in a thread of its own, because it waits."""
         name = start.name
         try:
-            self._send_code(member, start)
+            self._send_code(member, start.asked)
             self._prepare(member)
             if start.setup.rank == 0:
                 self._set_master(member)
@@ -344,14 +345,24 @@ class RemoteLauncher:
             del self.placed[start.name]
             return True
 
-    def _send_code(self, member: KeeperMember, start: _Start) -> None:
+    def send_code(self) -> None:
+        """Send the Python files of the working directory, as they are now, to the hosts of workers that lack them."""
+        stamp, since = stamp_of(Path.cwd()), time.monotonic()
+        if stamp != self._code_stamp:
+            for start in list(self.placed.values()):
+                if start.member is not None:
+                    with contextlib.suppress(NbdistError):  # its keeper is gone: its worker is lost
+                        self._send_code(start.member, since)
+            self._code_stamp = stamp
+
+    def _send_code(self, member: KeeperMember, since: float) -> None:
         """Send a keeper the Python files of the working directory, unless it has the same files already."""
         if not self.spec.sync_code:
             return
         with self._lock:
             sending = self._sending_code.setdefault(member.record.incarnation, threading.Lock())
         with sending:
-            packed = self._pack_code(start.asked)
+            packed = self._pack_code(since)
             digest = hashlib.sha256(packed).digest()
             if self._codes.get(member.record.incarnation) != digest:
                 self.hub.call(member, "take_code", packed, timeout=_STARTS_WITHIN).wait()
