@@ -23,7 +23,7 @@ from nbdist.amounts import counted, plural
 from nbdist.cluster.cluster import Cluster
 from nbdist.cluster.examination.examination import Examination, read_code
 from nbdist.cluster.hosts.launchers.join import how_to_join
-from nbdist.cluster.inspection import code_versions, comparing, freeing, holdings, one_piece, status, thread_stacks
+from nbdist.cluster.inspection import comparing, freeing, holdings, one_piece, reloads, status, thread_stacks
 from nbdist.cluster.inspection.print_logs import read_logs
 from nbdist.cluster.jupyter import labels
 from nbdist.cluster.jupyter.page_lines import Page, lines_above, moved_down
@@ -33,7 +33,7 @@ from nbdist.cluster.output.sinks import current_sink
 from nbdist.cluster.spec import DEFAULT_INVITATION, describe_options
 from nbdist.errors import NbdistError, UsageError
 from nbdist.magics.checking import check
-from nbdist.magics.lines import READERS, parse_compare, parse_diff, parse_init, parse_value, read
+from nbdist.magics.lines import READERS, parse_break, parse_compare, parse_diff, parse_init, parse_value, read
 from nbdist.magics.overview import overview
 from nbdist.magics.session import NotebookSession
 from nbdist.views.passes.watching import Watcher
@@ -555,7 +555,34 @@ class DistMagics(Magics):  # type: ignore[misc, unused-ignore]
         asked = read("%dist_reload", line)
         cluster = self._session.cluster()
         names = [worker.name for worker in cluster.select(_living(cluster, asked.targets))]
-        print(code_versions.reload_on(cluster, asked.module, names, here=asked.targets is None))
+        print(reloads.reload_on(cluster, asked.module, names, here=asked.targets is None))
+
+    @no_var_expand
+    @line_magic
+    def dist_break(self, line: str) -> None:
+        """Set a breakpoint on workers without changing the code: %dist_break FILE:LINE or FUNCTION [-r TARGET].
+
+        %dist_break [FILE:LINE | FUNCTION] [-r TARGET] [--if EXPRESSION] | -d [NUMBER]
+
+        Without a place, this lists the breakpoints. FILE is the end of a path, a module, or a cell such as In[7].
+        FUNCTION is the end of a name, such as step or losses.Focal.forward. A worker stops there as at a breakpoint(),
+        in cells and in functions that run for calls. A function that is defined anew keeps its breakpoints; a line of a
+        file stays that line. On Python 3.11, all Python code of these workers runs more slowly meanwhile, and cells and
+        calls that run already do not stop.
+        -r            only on these workers; later workers have only breakpoints without -r
+        --if          stop only if this is true there; it stands last on the line
+        -d, --delete  delete the breakpoint with this number, or all
+
+        Example:
+            %dist_break losses.py:12 -r 1 --if loss > 3
+        """
+        asked = parse_break(line)
+        breakpoints = self._session.breakpoints()
+        if asked.place is not None:
+            names = [each.name for each in self._session.cluster().select(asked.targets)] if asked.targets else []
+            print(breakpoints.add(asked.place, asked.condition, names))
+        else:
+            print(breakpoints.delete(asked.delete) if asked.delete is not None else breakpoints.say())
 
     # -- cells ----------------------------------------------------------------------------------
 

@@ -68,12 +68,6 @@ def _variable(text: str) -> str:
     return text
 
 
-def _module(text: str) -> str:
-    if not all(part.isidentifier() for part in text.split(".")):
-        raise argparse.ArgumentTypeError(f"{text!r} is not the name of a module, such as losses or package.losses")
-    return text
-
-
 # -- %remote ------------------------------------------------------------------------------------
 
 # The option may also stand after the target, because no expression begins with -t and a number.
@@ -182,6 +176,16 @@ def parse_diff(line: str, magic: str = "%dist_diff") -> tuple[str, str | None]:
     return found[1].strip(), found[2]
 
 
+def parse_break(line: str) -> argparse.Namespace:
+    """Parse the line of ``%dist_break``, whose condition, an expression of Python, stands last."""
+    head, _, condition = f" {line}".partition(" --if ")
+    found = read("%dist_break", head)
+    found.condition = condition.strip()
+    if (found.place is None and (found.condition or found.targets)) or (found.place and found.delete is not None):
+        raise UsageError(f"write: {READERS['%dist_break'].usage}")
+    return found
+
+
 def parse_compare(line: str) -> tuple[str, str | None, bool]:
     """Parse the line of ``%dist_compare``; return the expression, the target, and whether each bit counts."""
     rest = re.sub(r"(^|\s)--exact(?=\s|$)", "", line.rstrip())
@@ -266,8 +270,14 @@ for _magic in ("%dist_push NAME [NAME ...]", "%dist_pull NAME [NAME ...]", "%dis
     _values.add_argument("-r", "--rank", "--targets", dest="targets", nargs="+")
 
 _reload = _reader("%dist_reload MODULE [-r TARGET]")
-_reload.add_argument("module", type=_module)
+_reload.add_argument("module")
 _reload.add_argument("-r", "--rank", "--targets", dest="targets", nargs="+")
+
+_break = _reader("%dist_break [FILE:LINE | FUNCTION] [-r TARGET] [--if EXPRESSION] | -d [NUMBER]")
+_break.add_argument("place", nargs="?")
+_break.add_argument("-r", "--rank", "--targets", dest="targets", nargs="+")
+_break.add_argument("--if", dest="condition", default="")
+_break.add_argument("-d", "--delete", type=_whole_number, nargs="?", const=0)
 
 _compare = _reader("%dist_compare EXPRESSION [-r TARGET] [--exact]", "--exact")
 _compare.add_argument("-r", "--rank", "--targets", dest="targets", nargs="+")

@@ -17,7 +17,7 @@ BY_QUESTION: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("It is slow: what takes the time?", ("%%timeline", "%%watch", "%dist_panel", "%dist_doctor")),
     ("It runs out of memory: what is held, and by whom?", ("%dist_memory", "%dist_free")),
     ("It is wrong, or NaN: where does it begin?", ("%%watch", "%dist_diff", "%dist_compare")),
-    ("It failed: what did a worker say?", ("%dist_debug", "%dist_log")),
+    ("It failed: what did a worker say?", ("%dist_debug", "%dist_break", "%dist_log")),
     ("I edited a file: how do workers get the new code?", ("%dist_reload", "%dist_diff")),
 )
 # A line below the magics of a question.

@@ -18,6 +18,7 @@ from nbdist.cluster import spawning
 from nbdist.cluster.cluster import Cluster
 from nbdist.cluster.errors import CellError
 from nbdist.cluster.inspection import code_versions
+from nbdist.cluster.inspection.breakpoints import ClusterBreakpoints
 from nbdist.cluster.jupyter import labels
 from nbdist.cluster.jupyter.page_lines import Page, follow_page
 from nbdist.cluster.jupyter.versions import active_autoreloader, add_completer
@@ -65,6 +66,7 @@ class NotebookSession:
         hook.start_displayhook = self._before_result
         self.reruns = Reruns(shell)
         self._versions = code_versions.Versions()
+        self._breakpoints: ClusterBreakpoints | None = None
         # The whole text of a cell while a part of it runs in the notebook: tracebacks count lines from its top.
         self._counted: Page | None = None
         follow_page(self._shell.compile, lambda: self._counted)
@@ -82,6 +84,13 @@ class NotebookSession:
         if Cluster.current is None:
             raise UsageError("no cluster runs; start one with %dist_init -n 4")
         return Cluster.current
+
+    def breakpoints(self) -> ClusterBreakpoints:
+        """Return the breakpoints of the cluster. Raises UsageError if there is none."""
+        cluster = self.cluster()
+        if self._breakpoints is None or self._breakpoints.cluster is not cluster:
+            self._breakpoints = ClusterBreakpoints(cluster)
+        return self._breakpoints
 
     def page(self) -> Page:
         """Return the notebook cell that runs now, as a `Page`; its text is empty outside of a kernel."""
@@ -137,10 +146,11 @@ class NotebookSession:
         return lines
 
     def _before_cell(self, _: Any) -> None:
-        """Let workers follow ``%autoreload``."""
+        """Let workers follow ``%autoreload``, and new ones have the breakpoints."""
         if (reloader := active_autoreloader(self._shell)) and (cluster := Cluster.current) and cluster.running:
-            for text in code_versions.follow(cluster, reloader):
-                print(f"%autoreload: {text}", file=sys.stderr)
+            code_versions.follow(cluster.agent, cluster.workers, cluster.lifecycle.launcher, reloader)
+        if self._breakpoints is not None and self._breakpoints.cluster.running:
+            self._breakpoints.tell()
 
     def _before_result(self) -> None:
         """Wait for the output of the cell's calls on workers, so that it is shown above the cell's result."""
@@ -155,12 +165,11 @@ class NotebookSession:
         if self.named is not None and self.named is not cluster:
             self._shell.drop_by_id({"cluster": self.named})
             self.named = None
-        if reloader := active_autoreloader(self._shell):
-            self._versions.note_autoreloaded(reloader)
         if cluster is not None and cluster.running:
             cluster.settle()
-            for line in self._versions.differ(cluster):
-                print(line, file=sys.stderr)
+            if active_autoreloader(self._shell) is None:  # else workers follow
+                for line in self._versions.differing(cluster.agent, cluster.workers):
+                    print(line, file=sys.stderr)
 
 
 def _failed_workers() -> list[str]:

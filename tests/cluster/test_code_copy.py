@@ -11,7 +11,7 @@ from helpers.waiting import wait_for_file
 import nbdist
 from nbdist.cluster.hosts import code_copy
 from nbdist.cluster.hosts.code_copy import pack, unpack
-from nbdist.cluster.inspection.code_versions import reload_on
+from nbdist.cluster.inspection.reloads import reload_on
 from nbdist.errors import UsageError
 
 FILES = {

@@ -47,12 +47,6 @@ def pack(folder: Path) -> bytes:
     return packed.getvalue()
 
 
-def stamp_of(folder: Path) -> object:
-    """Return a value that changes with the files that `pack` would put into an archive; UsageError as there."""
-    files = [(path, os.stat(path)) for path in _python_files(folder)]
-    return [(path, found.st_mtime_ns, found.st_size) for path, found in files]
-
-
 def _python_files(folder: Path) -> Iterator[Path]:
     """Yield the Python files that can be imported from a folder, in an order that depends on their names only."""
     for looked_at, (here, below, names) in enumerate(os.walk(folder), 1):

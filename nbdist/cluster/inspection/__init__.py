@@ -16,6 +16,8 @@
 `variables`       a row for each of a worker's variables
 `holdings`        the values and contexts that live on each worker
 `freeing`         frees values that only the shell keeps
-`code_versions`   runs edited modules again, and compares their versions
+`breakpoints`     the breakpoints of a cluster
+`code_versions`   lets workers follow `%autoreload`, and compares versions of modules
+`reloads`         runs edited modules again
 ================  ===================================================
 """

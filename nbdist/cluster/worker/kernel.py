@@ -194,10 +194,10 @@ class WorkerKernel:
         from nbdist import autograd, rpc
         from nbdist.autograd.passes.local_passes import local_passes
         from nbdist.cluster import spawning
-        from nbdist.cluster.examination.reloading import reload_changed
         from nbdist.cluster.jupyter import labels
         from nbdist.cluster.jupyter.versions import answer_through_stream
         from nbdist.cluster.worker import collective_errors, default_group, gpu
+        from nbdist.cluster.worker.breakpoints import BreakpointsHere
         from nbdist.cluster.worker.new_code import NewCode
         from nbdist.cluster.worker.output import WorkerOutput
         from nbdist.cluster.worker.values import PushedValues
@@ -233,8 +233,9 @@ class WorkerKernel:
         shell.events.register("post_run_cell", local_passes.cell_ends)
         self._output = WorkerOutput(shell, given, self._collectives)
         self._pushed = PushedValues(shell)
+        self._breakpoints = BreakpointsHere(shell)
         self._new_code = NewCode(shell)
-        reload_changed()  # modules that the zygote imported, perhaps before an edit
+        self._new_code.follow(None, ())  # modules that the zygote has imported, perhaps before an edit
 
     def join(self) -> None:
         """Start the RPC agent and join the RPC world. Returns when this worker is a member.
@@ -260,7 +261,9 @@ class WorkerKernel:
         self._output.follow(agent)
         DEBUGGER.follow(agent)
         agent.named.publish("pushed", self._pushed, "receive", "forget")
-        agent.named.publish("code", self._new_code, *self._new_code.METHODS)
+        self._breakpoints.agent = agent
+        agent.named.publish("breakpoints", self._breakpoints, "replace")
+        agent.named.publish("code", self._new_code, "follow")
         self._collectives.follow(agent, told)
         failures.on_text(labels.rename_frames)
         process_memory.mark_start()

@@ -32,7 +32,7 @@ from typing import Any
 
 import msgspec
 
-from nbdist.cluster.hosts.code_copy import pack, stamp_of
+from nbdist.cluster.hosts.code_copy import pack
 from nbdist.cluster.hosts.group_board import Boards
 from nbdist.cluster.hosts.hub import Hub, KeeperMember
 from nbdist.cluster.jupyter.relay import Relay
@@ -97,7 +97,6 @@ class RemoteLauncher:
         # By incarnation of a keeper: the digest of the Python files that it got last, and the lock to send them.
         self._codes: dict[int, bytes] = {}
         self._sending_code: dict[int, threading.Lock] = {}
-        self._code_stamp: object = None  # of the files that `send_code` sent last
         self._packed = -math.inf, b""  # when Python files were last packed, and their archive
         self._packing = threading.Lock()
         self.is_closing = False
@@ -346,14 +345,12 @@ class RemoteLauncher:
             return True
 
     def send_code(self) -> None:
-        """Send the Python files of the working directory, as they are now, to the hosts of workers that lack them."""
-        stamp, since = stamp_of(Path.cwd()), time.monotonic()
-        if stamp != self._code_stamp:
-            for start in list(self.placed.values()):
-                if start.member is not None:
-                    with contextlib.suppress(NbdistError):  # its keeper is gone: its worker is lost
-                        self._send_code(start.member, since)
-            self._code_stamp = stamp
+        """With ``--sync-code``, send the hosts of workers the Python files of the working directory as they are now."""
+        since = time.monotonic()
+        for start in list(self.placed.values()):
+            if start.member is not None:
+                with contextlib.suppress(NbdistError):  # its keeper is gone: its worker is lost
+                    self._send_code(start.member, since)
 
     def _send_code(self, member: KeeperMember, since: float) -> None:
         """Send a keeper the Python files of the working directory, unless it has the same files already."""
