@@ -175,7 +175,8 @@ def test_a_condition_that_fails_stops_and_says_so(two):
 
 def test_a_hook_of_a_backward_pass(two):
     two.run(
-        "%%remote 0\ndef hook(gradient):\n    return gradient * 2\nw = torch.ones(2, requires_grad=True)\nw.register_hook(hook)"
+        "%%remote 0\ndef hook(gradient):\n    return gradient * 2\nw = torch.ones(2, requires_grad=True)\n"
+        "w.register_hook(hook)"
     )
     two.run("%dist_break hook")
     two.run("%%remote 0\n(w * 3).sum().backward()")

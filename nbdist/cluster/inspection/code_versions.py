@@ -34,9 +34,13 @@ def follow(agent: Agent, workers: Sequence[Worker], launcher: Any, reloader: Any
     """Let workers reload what has changed, as IPython's ``reloader`` does here; busy ones before their next cell."""
     send_code(launcher)
     only = None if reloader.check_all else sorted(reloader.modules)
-    ready = [worker.name for worker in workers if worker.alive and worker.step == "ready"]
-    asked = dict.fromkeys(ready, ("code", "follow", only, sorted(reloader.skip_modules)))
+    arguments = "follow", only, sorted(reloader.skip_modules)
+    ready = [worker for worker in workers if worker.alive and worker.step == "ready"]
     with recorder().contexts.outside():
+        for worker in ready:
+            if worker.cells:  # it may hold the GIL
+                agent.at(worker.name, "code").cast(*arguments)
+        asked = {worker.name: ("code", *arguments) for worker in ready if not worker.cells}
         ask_each(agent, call_method, asked, timeout=_WORKERS_RELOAD_WITHIN, label="code.follow")
     # IPython may have patched functions, without an import.
     for name in changed_modules():

@@ -34,9 +34,11 @@ from nbdist.cluster.examination import imported_files  # noqa: F401 - it notes t
 from nbdist.cluster.processes.last_words import guard_streams, hand_over
 from nbdist.cluster.processes.setup import WHERE_SIGNAL, WorkerSetup, where_file
 from nbdist.cluster.worker import nccl
+from nbdist.cluster.worker.breakpoints import BreakpointsHere
 from nbdist.cluster.worker.collectives import Collectives
 from nbdist.cluster.worker.debugger import DEBUGGER
 from nbdist.cluster.worker.group_hooks import HOOKS
+from nbdist.cluster.worker.new_code import NewCode
 from nbdist.errors import UsageError
 
 # Seconds within which a worker has to join the RPC world; also the time limit of its calls, unless options set one.
@@ -197,8 +199,6 @@ class WorkerKernel:
         from nbdist.cluster.jupyter import labels
         from nbdist.cluster.jupyter.versions import answer_through_stream
         from nbdist.cluster.worker import collective_errors, default_group, gpu
-        from nbdist.cluster.worker.breakpoints import BreakpointsHere
-        from nbdist.cluster.worker.new_code import NewCode
         from nbdist.cluster.worker.output import WorkerOutput
         from nbdist.cluster.worker.values import PushedValues
 
