@@ -88,8 +88,8 @@ class NotebookSession:
     def breakpoints(self) -> ClusterBreakpoints:
         """Return the breakpoints of the cluster. Raises UsageError if there is none."""
         cluster = self.cluster()
-        if self._breakpoints is None or self._breakpoints.cluster is not cluster:
-            self._breakpoints = ClusterBreakpoints(cluster)
+        if self._breakpoints is None or self._breakpoints.agent is not cluster.agent:
+            self._breakpoints = ClusterBreakpoints(cluster.agent, cluster.workers)
         return self._breakpoints
 
     def page(self) -> Page:
@@ -149,7 +149,9 @@ class NotebookSession:
         """Let workers follow ``%autoreload``, and new ones have the breakpoints."""
         if (reloader := active_autoreloader(self._shell)) and (cluster := Cluster.current) and cluster.running:
             code_versions.follow(cluster.agent, cluster.workers, cluster.lifecycle.launcher, reloader)
-        if self._breakpoints is not None and self._breakpoints.cluster.running:
+        if self._breakpoints is not None and self._breakpoints.agent.closed:
+            self._breakpoints = None  # it would keep the cluster's agent alive
+        elif self._breakpoints is not None:
             self._breakpoints.tell()
 
     def _before_result(self) -> None:

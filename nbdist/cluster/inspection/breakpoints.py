@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from nbdist.autograd.api import recorder
+from nbdist.cluster.kernels.workers import Worker
 from nbdist.cluster.output.arranger import say_names
 from nbdist.cluster.worker.breakpoints import Breakpoint
 from nbdist.errors import NbdistError, UsageError
+from nbdist.rpc.agent import Agent
 from nbdist.rpc.asking import ask_each
 from nbdist.rpc.named import call_method
-
-if TYPE_CHECKING:
-    from nbdist.cluster.cluster import Cluster
 
 _ANSWER_WITHIN = 3.0  # seconds
 _PLACE = re.compile(r"(?P<file>\S+):(?P<line>[1-9]\d{0,6})|(?P<function>[^\W\d]\w*(\.([^\W\d]\w*|<locals>))*)")
@@ -23,8 +21,8 @@ _PLACE = re.compile(r"(?P<file>\S+):(?P<line>[1-9]\d{0,6})|(?P<function>[^\W\d]\
 class ClusterBreakpoints:
     """The breakpoints of one cluster."""
 
-    def __init__(self, cluster: Cluster) -> None:
-        self.cluster = cluster
+    def __init__(self, agent: Agent, workers: Sequence[Worker]) -> None:
+        self.agent, self._workers = agent, workers
         self._set: dict[int, tuple[Breakpoint, Sequence[str]]] = {}  # with the workers; none for all, also later ones
         self._last = 0
         self._told: dict[str, tuple[int | None, list[Breakpoint]]] = {}  # what each worker has, and its incarnation
@@ -69,7 +67,7 @@ class ClusterBreakpoints:
     def tell(self) -> None:
         """Send the breakpoints to each worker that has not got them, as one that has started since."""
         due = {}
-        for worker in self.cluster.workers:
+        for worker in self._workers:
             name, own = (
                 worker.name,
                 [each for each, workers in self._set.values() if worker.name in (workers or [worker.name])],
@@ -79,7 +77,7 @@ class ClusterBreakpoints:
                 due[name] = held
         with recorder().contexts.outside():
             asked = {name: ("breakpoints", "replace", own) for name, (_, own) in due.items()}
-            ask_each(self.cluster.agent, call_method, asked, timeout=_ANSWER_WITHIN).or_raise(but=NbdistError)
+            ask_each(self.agent, call_method, asked, timeout=_ANSWER_WITHIN).or_raise(but=NbdistError)
         self._told |= due
 
 
