@@ -1,4 +1,4 @@
-"""`%dist_break`: workers stop at places in code that stays as it is. A list of the stops stands in for the debugger."""
+"""`%dist_break`: workers stop at places in code that stays as it is."""
 
 import os
 import sys
@@ -28,7 +28,7 @@ def _record(frame):
     sys.settrace(None)
     while frame:
         frame.f_trace, frame = None, frame.f_back
-breakpoints._stop = _record
+breakpoints.stop_at = _record
 """
 
 
@@ -223,6 +223,34 @@ def test_none_is_left_behind(two):
     if sys.version_info >= (3, 12):
         left = "[sys.monitoring.get_tool(number) for number in (3, 4)]"
     assert two.run(f"%remote all {left}").result == "[[None, None], [None, None]]"
+
+
+def test_the_users_debugger_stops_there_and_later_again(two):
+    prompts = []
+
+    def give(line, request):
+        prompts.append(request["prompt"])
+        return line
+
+    commands = ["n", "n", "c", "p 'x is', x", "c", "c"]
+    two.answers[:] = [lambda request, line=line: give(line, request) for line in commands]
+    # The real debugger, whatever this module's other tests have put in its place.
+    two.run("%%remote 1\nfrom nbdist.cluster.worker import debugger\nbreakpoints.stop_at = debugger.stop_at")
+    two.run("%dist_break losses.py:4 -r 1")
+    try:
+        cell = two.run("%%remote\nlosses.focal(5)\nlosses.focal(6)")
+        assert [prompt.partition(" (pdb)")[0] for prompt in prompts[:3]] == [
+            "worker1 losses.py:4",
+            "worker1 losses.py:5",
+            "worker1 losses.py:5",
+        ]
+        assert prompts[3].startswith("worker1 losses.py:4")
+        assert "('x is', 6)" in cell.stdout
+        two.run("rpc.rpc_sync('worker1', losses.focal, (7,))")
+        assert len(prompts) == len(commands)
+    finally:
+        two.answers.clear()
+        two.run("%%remote 1\nbreakpoints.stop_at = _record")
 
 
 @pytest.mark.parametrize(

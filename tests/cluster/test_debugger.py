@@ -61,6 +61,14 @@ def test_q_ends_the_call_with_an_error_that_says_so(notebook):
     assert "not here" not in cell.stdout
 
 
+def test_torchs_breakpoint_stops_one_rank_and_the_others_wait(notebook):
+    prompts = answer(notebook, "p 'rank is', rank", "c")
+    cell = notebook.run("%%remote\nfor step in range(2):\n    dist.breakpoint(rank=1, skip=1)\nprint('through', step)")
+    assert prompts[0] == f"worker1 {cell.name}:3 (pdb) "
+    assert "('rank is', 1)" in cell.stdout
+    assert "[worker0,1] through 1" in cell.stdout
+
+
 def test_a_worker_that_another_worker_has_called_stops(notebook):
     answer(notebook, "w", "up", "p 'outer', y", "c")
     notebook.run(

@@ -16,9 +16,9 @@
 `collective_errors`  turns torch's errors of collectives into nbdist's
 `output`             sends prints to the cells that caused them
 `values`             the worker's side of `Cluster.push`
-`breakpoints`        stops in code that stays as it is
 `new_code`           lets a worker run the new code of edited modules
 `debugger`           ``breakpoint()``, and the last error, driven from the notebook
+`breakpoints`        stops in code that stays as it is
 `kernel`             makes an ipykernel a worker
 `tasks`              the worker's side of `Cluster.executor`
 ===================  ==========================================================

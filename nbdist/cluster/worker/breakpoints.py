@@ -21,6 +21,7 @@ from itertools import chain
 from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from nbdist.cluster.worker.debugger import DEBUGGER, stop_at
 from nbdist.code_places import CELLS, is_of_cell, is_users, shown_name
 from nbdist.thread_frames import outwards, thread_frames
 
@@ -49,6 +50,7 @@ class Breakpoints:
         self._cells: dict[str, set[str]] = {}  # the files that a cell's number stood for when its breakpoint was set
         self._stops: dict[tuple[CodeType, str], dict[int, list[Breakpoint]]] = {}
         shell.events.register("pre_run_cell", self._arm)
+        DEBUGGER.on_end = self.resume
 
     def replace(self, breakpoints: Sequence[Breakpoint]) -> None:
         """Have these breakpoints and no others."""
@@ -100,12 +102,8 @@ class Breakpoints:
         """Stop in a frame at a line that has breakpoints, if the condition of one is true there; else return False."""
         is_hit = any(_holds(each, frame) for each in self.stops_in(frame.f_code).get(line, ()))
         if is_hit:
-            _stop(frame)
+            stop_at(frame)
         return is_hit
-
-
-def _stop(frame: FrameType) -> None:
-    sys.breakpointhook()
 
 
 def _holds(breakpoint: Breakpoint, frame: FrameType) -> bool:

@@ -22,8 +22,8 @@ import pdb
 import sys
 import threading
 from bdb import BdbQuit
-from collections.abc import Mapping
-from types import FrameType, FunctionType, ModuleType, TracebackType
+from collections.abc import Callable, Mapping
+from types import CodeType, FrameType, FunctionType, ModuleType, TracebackType
 from typing import Any, NoReturn, cast
 
 import torch
@@ -70,6 +70,10 @@ class Debugger:
         self.talking = set[int]()
         """The idents of the threads that carry out the user's commands, or wait for one."""
         self._main: _Pdb | None = None  # traces the main thread while it steps
+        self.passed: dict[tuple[CodeType, int], int] = {}
+        """How often `torch.distributed.breakpoint` has not stopped at a line."""
+        self.on_end: Callable[[FrameType], object] = lambda frame: None
+        """Called in a thread in which a debugger traces nothing any more, with the thread's innermost frame."""
         self.last_error: BaseException | None = None
         """The last error of a cell or of a call, for post-mortem; None if `%dist_free` has dropped it."""
 
@@ -78,6 +82,8 @@ class Debugger:
         self.name, self._driver, self.hidden = told.name, told.driver, shell.user_ns_hidden
         sys.breakpointhook = _on_breakpoint
         pdb.set_trace = _set_trace
+        if torch.distributed.is_available():
+            torch.distributed.breakpoint = _stop_at_rank  # torch's own reads /dev/stdin, which is nobody's here
         shell.events.register("post_run_cell", self._after_cell)
 
     def follow(self, agent: Agent) -> None:
@@ -209,6 +215,18 @@ def _set_trace(*_: Any, **__: Any) -> None:
     stop_at(sys._getframe(1))
 
 
+def _stop_at_rank(rank: int = 0, skip: int = 0, timeout_s: float | None = 3600) -> None:
+    # As torch's, but for `timeout_s`: the limits of groups are lifted while a thread stands.
+    frame = sys._getframe(1)
+    place = frame.f_code, frame.f_lineno
+    if DEBUGGER.passed.setdefault(place, 0) < skip:
+        DEBUGGER.passed[place] += 1
+        return
+    if torch.distributed.get_rank() == rank:
+        stop_at(frame)
+    torch.distributed.barrier()
+
+
 class _Conversation(io.TextIOBase):
     """The standard input and output of a debugger."""
 
@@ -295,6 +313,9 @@ class _Pdb(pdb.Pdb):
             following = super().trace_dispatch(frame, event, arg)
         except BdbQuit:
             self.quit(frame)
+        if self.is_done:
+            DEBUGGER.on_end(frame)
+            return frame.f_trace  # what this returns would replace the function that `on_end` has set
         # The thread of a call goes on to other calls. In the main thread, the cell may have more statements.
         if event == "return" and threading.current_thread() is not threading.main_thread() and _is_outermost(frame):
             sys.settrace(None)
