@@ -22,6 +22,7 @@ whereabouts    where a thread is in the user's code
 held_locks     which lock a thread waits for, and who holds it
 partings       where the members of a group part, found from their histories
 collation      asks the workers for these histories
+page_debugger  lets JupyterLab's debugger debug a worker
 stops          asks the user what the debuggers on the workers want to know
 lookout        the line below a cell that says what its workers wait for
 errors         the errors with which cells fail

@@ -138,6 +138,13 @@ class Stops:
         self._thread.soon(self._begin_looking)
         return answer
 
+    def hold(self, worker: str, place: str) -> None:
+        """Note that a worker stands in another debugger than these, until ``left(worker, 0, 0)``."""
+        with self._lock:
+            if not self._stops:
+                self._stood_since = time.monotonic()
+            self._stops[worker, 0] = StoppedThread(0, place)
+
     def left(self, worker: str, thread: int, number: int) -> None:
         """Forget a stop: its thread runs on."""
         with self._lock:

@@ -383,21 +383,25 @@ class DistMagics(Magics):  # type: ignore[misc, unused-ignore]
     def dist_debug(self, line: str) -> StatusTable | None:
         """Open the debugger on workers: where a worker stands in one, else at its last error.
 
-        %dist_debug [TARGET]
+        %dist_debug [TARGET] | --lab WORKER | --lab off
 
         The input box below the cell takes the commands of pdb. Of several workers, one is opened after the other. A
         worker stands at a `breakpoint()`, whose question waits until a cell waits for workers, or for this magic. A
         worker keeps its last error, of a cell or of a call by RPC, until the next one and until %dist_free. Without a
         target, this shows what %dist_status shows, as in nbdistributed.
+        --lab     let JupyterLab's own debugger debug this worker, with breakpoints beside the lines of %%remote cells
 
         Example:
             %dist_debug worker1
         """
-        targets = read("%dist_debug", line).targets
-        if targets is None:
+        asked = read("%dist_debug", line)
+        if asked.lab is not None:
+            print(self._session.debug_in_page(asked.lab))
+            return None
+        if asked.targets is None:
             return _status("")
         cluster = self._session.cluster()
-        for worker in cluster.select(targets):
+        for worker in cluster.select(asked.targets):
             cluster.stops.open(worker.name)
         return None
 

@@ -248,7 +248,9 @@ _log.add_argument("--save")
 
 _reader("%dist_memory [TARGET] [-v | --all]", "-v --all").add_argument("targets", nargs="*")
 _reader("%dist_stacks [TARGET]").add_argument("targets", nargs="*")
-_reader("%dist_debug [TARGET]").add_argument("targets", nargs="*")
+_debug = _reader("%dist_debug [TARGET] | --lab WORKER | --lab off")
+_debug.add_argument("targets", nargs="*")
+_debug.add_argument("--lab")
 _reader("%dist_restart [TARGET] [-p]", "-p --process-group").add_argument("targets", nargs="*")
 _reader("%dist_doctor [-t SECONDS]").add_argument("-t", "--timeout", type=_seconds, default=60.0)
 # nbdistributed has the option -n of %dist_reset; it is ignored.

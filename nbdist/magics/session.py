@@ -23,6 +23,7 @@ from nbdist.cluster.jupyter import labels
 from nbdist.cluster.jupyter.page_lines import Page, follow_page
 from nbdist.cluster.jupyter.versions import active_autoreloader, add_completer
 from nbdist.cluster.kernels.cells import LEAVES_NO_FRAME
+from nbdist.cluster.page_debugger import PageDebugger
 from nbdist.cluster.processes.launchers.local import discard
 from nbdist.errors import DebuggerQuit, UsageError
 from nbdist.magics.completion import complete
@@ -50,6 +51,7 @@ class NotebookSession:
         """The amounts that the last `%dist_memory` showed, for its column "since last look"."""
         self.named: Cluster | None = None
         """The cluster that `%dist_init` has called ``cluster``; None if the user has a variable of this name."""
+        self._page_debugger: PageDebugger | None = None
         labels.install(shell, None)
         spawning.install(on_worker=False)
         # First: `_transform` compares the lines with the page's text, and later transformers remove some of them.
@@ -109,8 +111,28 @@ class NotebookSession:
             self._counted = page
         return isinstance(done.error_in_exec, KeyboardInterrupt)
 
+    def debug_in_page(self, worker: str) -> str:
+        """Turn JupyterLab's debugger to a worker, or to the notebook if this is "off"; return what to tell the user."""
+        debugger, self._page_debugger = self._page_debugger, None
+        if debugger is not None:
+            debugger.close()
+        if worker == "off":
+            return "JupyterLab's debugger debugs the notebook again: click its bug off and on."
+        cluster = self.cluster()
+        found, *others = cluster.select(worker)
+        if others:
+            raise UsageError(f"JupyterLab's debugger debugs one worker, not {1 + len(others)}: --lab {found.name}")
+        self._page_debugger = PageDebugger(self._shell, found, cluster.kernel_thread, cluster.agent, cluster.stops)
+        return (
+            f"JupyterLab's debugger debugs {found.name}: click its bug, at the top right of the notebook, off and on, then "
+            "left of a line of a cell with %%remote. While it is on, debugpy listens on this host's loopback without a "
+            "password: `%dist_debug --lab off` turns it off."
+        )
+
     def close(self) -> None:
         """End the cluster, and remove all hooks from the shell. Call this once."""
+        if self._page_debugger is not None:
+            self._page_debugger.close()
         if Cluster.current is not None:
             Cluster.current.shutdown()
         discard()

@@ -72,7 +72,8 @@ def follow_page(compiler: Any, page: Callable[[], Page | None]) -> None:
     # Replaces the compiler's method that names the code and gives its text to tracebacks.
     def cache(transformed: str, number: int = 0, raw_code: str | None = None) -> Any:
         raw = transformed if raw_code is None else raw_code
-        lines = lines_to_move(raw)
+        kept = sum(1 for _ in takewhile(lambda line: not line.strip(), transformed.splitlines()))
+        lines = max(0, lines_to_move(raw) - kept)  # ipykernel's debugger, once it runs, lets IPython keep empty lines
         above = lines - (Page(raw).lines_above(raw) or 0)
         # IPython derives the file's name from the code. Moved code gets a name of its own.
         name = plain_cache(transformed, number, raw_code=moved_down(raw, above) if above > 0 else raw_code)

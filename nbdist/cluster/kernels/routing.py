@@ -5,6 +5,7 @@
     iopub   a fence     the `settle` that waits for it
             names       `Worker.names`, for completion
             collectives `Worker.histories`
+            a debugger's `Worker.on_debug_event`
             a cell's    `Cell.on_output`
             a call's    `Origin.on_output`
             a widget's  `Relayed.on_output`
@@ -79,6 +80,10 @@ class Router:
             return
         if kind == COLLECTIVES:
             worker.histories = msgspec.convert(content["groups"], list[GroupHistory])
+            return
+        if kind == "debug_event":
+            if worker.on_debug_event is not None:
+                worker.on_debug_event(content)
             return
         id = message["parent_header"].get("msg_id", "")
         ends = content.get("execution_state") == "idle" and id in self._cells

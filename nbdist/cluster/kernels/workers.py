@@ -85,6 +85,8 @@ class Worker:
         self.histories: Sequence[GroupHistory] = ()
         # Where the worker was, each time that somebody looked while its cell was silent.
         self.sightings: deque[Sighting] = deque(maxlen=KEPT)
+        # Takes the events of the worker's debugger while a page debugs the worker.
+        self.on_debug_event: Callable[[dict[str, Any]], object] | None = None
         self.stderr = Tail(_LAST_LINES, _LONGEST_LINE)  # of the present cell
         self.log = Tail(_LAST_LINES, _LONGEST_LINE)  # of all cells and calls, of both streams
         self.lives = 0  # how many times the worker was started

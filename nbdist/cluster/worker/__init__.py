@@ -19,6 +19,7 @@
 `new_code`           lets a worker run the new code of edited modules
 `debugger`           ``breakpoint()``, and the last error, driven from the notebook
 `breakpoints`        stops in code that stays as it is
+`debugged_page`      names the worker's cells for JupyterLab's debugger
 `kernel`             makes an ipykernel a worker
 `tasks`              the worker's side of `Cluster.executor`
 ===================  ==========================================================

@@ -199,6 +199,7 @@ class WorkerKernel:
         from nbdist.cluster.jupyter import labels
         from nbdist.cluster.jupyter.versions import answer_through_stream
         from nbdist.cluster.worker import collective_errors, default_group, gpu
+        from nbdist.cluster.worker.debugged_page import DebuggedPage
         from nbdist.cluster.worker.output import WorkerOutput
         from nbdist.cluster.worker.values import PushedValues
 
@@ -236,6 +237,7 @@ class WorkerKernel:
         self._breakpoints = BreakpointsHere(shell)
         self._new_code = NewCode(shell)
         self._new_code.follow(None, ())  # modules that the zygote has imported, perhaps before an edit
+        self._page = DebuggedPage(shell)
 
     def join(self) -> None:
         """Start the RPC agent and join the RPC world. Returns when this worker is a member.
@@ -246,6 +248,7 @@ class WorkerKernel:
         from nbdist.cluster.jupyter import labels
         from nbdist.cluster.processes import process_memory
         from nbdist.cluster.worker import gpu
+        from nbdist.cluster.worker.debugged_page import DebuggedPage
         from nbdist.rpc import failures
         from nbdist.rpc.api import initialize
         from nbdist.rpc.options import RpcBackendOptions
@@ -264,6 +267,7 @@ class WorkerKernel:
         self._breakpoints.agent = agent
         agent.named.publish("breakpoints", self._breakpoints, "replace")
         agent.named.publish("code", self._new_code, "follow")
+        agent.named.publish("page", self._page, *DebuggedPage.METHODS)
         self._collectives.follow(agent, told)
         failures.on_text(labels.rename_frames)
         process_memory.mark_start()
