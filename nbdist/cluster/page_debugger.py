@@ -51,7 +51,8 @@ class PageDebugger:
     def _on_event(self, event: dict[str, Any]) -> None:
         if event["event"] in ("stopped", "continued", "terminated"):
             self._hold(event["event"] == "stopped")
-        self._shell.kernel._publish_debug_event(event)
+        kernel = self._shell.kernel
+        kernel.session.send(kernel.iopub_socket, "debug_event", event, parent=kernel.get_parent("control"))
 
     def _hold(self, stands: bool) -> None:
         """Stop the clocks of all members while the worker stands, as a debugger of ours does; or let them run on."""
@@ -72,8 +73,7 @@ class PageDebugger:
         except (NbdistError, RuntimeError) as error:
             answer = {"type": "response", "request_seq": request["seq"], "command": request["command"]}
             return {**answer, "success": False, "message": str(error)}
-        answer = reply["content"]
-        return answer
+        return dict(reply["content"])
 
     async def _ask(self, request: dict[str, Any]) -> Any:
         if self.worker.kernel is None or not self.worker.alive:

@@ -124,9 +124,9 @@ class NotebookSession:
             raise UsageError(f"JupyterLab's debugger debugs one worker, not {1 + len(others)}: --lab {found.name}")
         self._page_debugger = PageDebugger(self._shell, found, cluster.kernel_thread, cluster.agent, cluster.stops)
         return (
-            f"JupyterLab's debugger debugs {found.name}: click its bug, at the top right of the notebook, off and on, then "
-            "left of a line of a cell with %%remote. While it is on, debugpy listens on this host's loopback without a "
-            "password: `%dist_debug --lab off` turns it off."
+            f"JupyterLab's debugger debugs {found.name}: click its bug, at the top right of the notebook, off and on, "
+            "then left of a line of a cell with %%remote. While it is on, debugpy listens on the loopback of the "
+            f"host of {found.name} without a password: `%dist_debug --lab off` turns it off."
         )
 
     def close(self) -> None:

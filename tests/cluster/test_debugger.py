@@ -69,6 +69,14 @@ def test_torchs_breakpoint_stops_one_rank_and_the_others_wait(notebook):
     assert "[worker0,1] through 1" in cell.stdout
 
 
+def test_jupyterlabs_debugger_debugs_one_worker(notebook):
+    told = "JupyterLab's debugger debugs one worker, not 2: --lab worker0"
+    assert told in notebook.run("%dist_debug --lab all", check=False).traceback
+    assert "debugs worker1" in notebook.run("%dist_debug --lab 1").stdout
+    assert notebook.run("%%remote 1\n\nimport sys\nsys._getframe().f_lineno").result == "4"
+    assert "debugs the notebook again" in notebook.run("%dist_debug --lab off").stdout
+
+
 def test_a_worker_that_another_worker_has_called_stops(notebook):
     answer(notebook, "w", "up", "p 'outer', y", "c")
     notebook.run(

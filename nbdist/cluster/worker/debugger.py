@@ -71,7 +71,7 @@ class Debugger:
         """The idents of the threads that carry out the user's commands, or wait for one."""
         self._main: _Pdb | None = None  # traces the main thread while it steps
         self.passed: dict[tuple[CodeType, int], int] = {}
-        """How often `torch.distributed.breakpoint` has not stopped at a line."""
+        """By line, the calls of `torch.distributed.breakpoint` that did not stop there."""
         self.on_end: Callable[[FrameType], object] = lambda frame: None
         """Called in a thread in which a debugger traces nothing any more, with the thread's innermost frame."""
         self.last_error: BaseException | None = None
