@@ -302,3 +302,13 @@ def test_a_stage_of_a_pipeline_stops(notebook):
     cell = notebook.run(code)
     assert [prompt.split()[0] for prompt in prompts] == ["worker0", "worker0", "worker1"]
     assert "('shape', (4, 2))" in cell.stdout
+
+
+def test_the_message_that_a_stop_is_over_does_not_end_the_next_stop_of_the_thread(notebook):
+    code = (
+        "stops = cluster.stops\n"
+        "asked = stops.ask('worker9', 1, 2, 'In[1]:1', '(pdb) ')\n"
+        "stops.left('worker9', 1, 1)\nprint('stands', stops.place('worker9'))\n"
+        "stops.left('worker9', 1, 2)\nprint('left', stops.place('worker9'))"
+    )
+    assert notebook.run(code).stdout == "stands In[1]:1\nleft \n"
