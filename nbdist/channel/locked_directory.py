@@ -1,7 +1,8 @@
-"""Directories that each belong to one process, and show by a lock whether that process lives.
+"""Directories that belong to one process or to several, and show by a lock whether one of these lives.
 
-A channel has such a directory for its sockets, and a cluster for its run. The directory contains a file that its
-process has locked. When an agent starts, it removes each directory whose lock is free (`sweep`).
+A channel has such a directory for its sockets, and a cluster for its run; a swarm has a shared one for its weights. The
+directory contains a file that its processes have locked. When an agent starts, or has lost a member of its host, it
+removes each directory whose lock is free (`sweep`).
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import contextlib
 import fcntl
 import shutil
 import time
+import weakref
 from pathlib import Path
 from typing import IO
 
@@ -44,9 +46,55 @@ class LockedDirectory:
         self._lock.close()
 
 
+class SharedDirectory:
+    """A directory that several processes hold. It is removed by the last one that leaves it, or if all die, by `sweep`.
+
+    A process leaves with ``leave()``, when the object is garbage-collected, or at its end. To leave twice is harmless.
+    """
+
+    def __init__(self, path: Path, draft: Path | None = None) -> None:
+        """Hold the directory ``path``, too, which a process on this host holds; or make it from the folder ``draft``.
+
+        Raises OSError if no such directory is there any more.
+        """
+        self.path = path
+        self._lock = ((draft or path) / "lock").open("r+b")  # NFS locks only files that are open for writing
+        self.leave = weakref.finalize(self, _leave, path, self._lock)
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            if draft is not None:
+                draft.rename(path)
+        except OSError:
+            self.forked()
+            raise
+        call_forked(self)
+
+    @classmethod
+    def make(cls, base: Path, label: str) -> SharedDirectory:
+        """Make the directory ``base / label``, and hold it."""
+        draft = base / f"new-{label}"  # else others would remove it before it is locked
+        draft.mkdir(mode=0o700)
+        (draft / "lock").touch()
+        return cls(base / label, draft)
+
+    def forked(self) -> None:
+        """Close the lock's file in a forked process, which leaves the directory to its parent."""
+        self.leave.detach()
+        self._lock.close()
+
+
+def _leave(path: Path, lock: IO[bytes]) -> None:
+    with contextlib.suppress(OSError):
+        # Unlock first: two processes that both hold the lock, and leave now, would keep it from each other.
+        fcntl.flock(lock, fcntl.LOCK_UN)
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        shutil.rmtree(path, ignore_errors=True)
+    lock.close()
+
+
 def sweep() -> int:
-    """Remove the directories of this user's agents that were killed; return how many there were."""
-    return sweep_directories(runtime_directory(), "agent")
+    """Remove the directories of this user's agents and swarms that were killed; return how many there were."""
+    return sum(sweep_directories(runtime_directory(), kind) for kind in ("agent", "swarm"))
 
 
 def sweep_directories(base: Path, kind: str) -> int:

@@ -36,6 +36,7 @@ swarm        `Swarm`, which the client uses: models, and changes of the workers 
 http         a subpackage: the model over HTTP, for clients of OpenAI's API
 placer       makes servers and gives them blocks, for all clients
 client       a subpackage: models, sessions, and what the client knows about the servers
+deputy       keeps a server, and makes the next placer if the placer is lost
 directory    a subpackage: the servers as all clients know them, and routes
 server       a subpackage: blocks, caches and the computing thread, on each worker
 policy       the arguments of `serve` that concern the client, checked

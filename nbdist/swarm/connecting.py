@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import threading
+import weakref
 from collections.abc import Callable
 from functools import partial
 
@@ -19,7 +19,6 @@ from nbdist.swarm.directory.placing import FarPlacer
 from nbdist.swarm.server.neighbours import Address
 from nbdist.swarm.swarm import Swarm
 
-_numbers = itertools.count()
 _joining = threading.Lock()
 _users: dict[Agent, int] = {}
 """The open swarms of each agent that `connect` has started: one, or none."""
@@ -110,8 +109,7 @@ def _connect(agent: Agent, address: Address, at_close: Callable[[], object]) -> 
     placer, journal = FarPlacer(address, at_close), Journal()
     facts = placer.facts()
     crew = Crew(placer, facts, journal)
-    own = Address(agent.me.name, f"crew {agent.me.incarnation}.{next(_numbers)}")
-    agent.named.publish(own.name, crew, "take")
-    placer.watch(own)
+    weakref.finalize(crew, placer.leave).atexit = False
+    placer.watch(crew.publish())
     crew.take(placer.news())  # what the placer sends comes later
-    return Swarm(facts.source.open(), crew, placer, journal)
+    return Swarm(facts.source.open(), crew, journal)

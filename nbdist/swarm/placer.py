@@ -9,6 +9,9 @@ The states of a server (`ServerEntry.state`), and the methods of `Placer` that c
                                                                                 (from any state but "gone")
 
 `join` makes a new server on a worker whose server is "gone" or "offline".
+
+If the placer's process is lost, or does not answer, a `Deputy` makes the next placer from its copy of the directory
+(`succeed`), as long as the swarm has clients.
 """
 
 from __future__ import annotations
@@ -17,18 +20,20 @@ import contextlib
 import itertools
 import os
 import signal
-import tempfile
 import threading
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from nbdist import trace
 from nbdist.amounts import size
+from nbdist.channel.locked_directory import SharedDirectory
 from nbdist.errors import NbdistError, UsageError, WorkerLost
 from nbdist.rpc import api
+from nbdist.rpc.agent import Agent
 from nbdist.rpc.futures import Future
 from nbdist.rpc.named import NotOffered
 from nbdist.rpc.references.rref import RRef
@@ -38,53 +43,98 @@ from nbdist.swarm.carriage import seconds_for
 from nbdist.swarm.client.crew import Crew, Gone, lacks_block
 from nbdist.swarm.client.journal import Journal
 from nbdist.swarm.client.server_record import ServerRecord
+from nbdist.swarm.deputy import Deputy, hold_folder
 from nbdist.swarm.directory import routing
-from nbdist.swarm.directory.directory import Directory, News
+from nbdist.swarm.directory.directory import Directory, News, Term
 from nbdist.swarm.directory.entry import ServerEntry
-from nbdist.swarm.directory.placing import CLOSED, SwarmFacts
+from nbdist.swarm.directory.placing import CLOSED, FarPlacer, PlacerReplaced, SwarmFacts
 from nbdist.swarm.directory.routing import NoRoute, named
+from nbdist.swarm.directory.succession import settled
 from nbdist.swarm.policy import Policy
 from nbdist.swarm.server.neighbours import Address
-from nbdist.swarm.server.server import Options, Server
+from nbdist.swarm.server.server import Options
 from nbdist.swarm.server.sources import offer
+
+if TYPE_CHECKING:
+    from nbdist.wire.messages import Record
 
 _numbers = itertools.count()
 _LOADING_SECONDS = 300.0  # for loading blocks, besides the time of a step: at first, the worker imports transformers
 # The shortest time limit for a new worker to answer: importing transformers delays its other threads.
 _NEW_WORKER_SECONDS = 15.0
 _POLL = 0.05  # seconds between two looks at a worker that another client lets join
+_OBEY_SECONDS = 10.0  # for a server to answer a new placer
 _NOBODY = (WorkerLost, NotOffered)  # the errors of a client that is gone
 # The methods that other clients call; the rest is for the process of the placer.
-_CALLED = ("facts", "watch", "news", "lacks", "mend", "join", "relieve", "dismiss", "shift", "unload", "kill")
+_CALLED = (
+    *("facts", "watch", "leave", "news", "lacks", "mend", "join", "relieve", "dismiss", "shift", "unload", "kill"),
+)
+
+
+def describe(
+    checkpoint: adapter.Checkpoint, options: Options, policy: Policy, folder: SharedDirectory | None
+) -> SwarmFacts:
+    """Return the facts of a new swarm, and let its servers read the checkpoint here."""
+    skeleton = adapter.build(checkpoint.config)
+    path = adapter.find_layers(skeleton)
+    sizes = [checkpoint.nbytes(f"{path}.{n}.") for n in range(len(skeleton.get_submodule(path)))]
+    own = "" if folder is None else str(folder.path)
+    return SwarmFacts(offer(checkpoint), sizes, options, policy, api.current_agent().me.host, own)
+
+
+def succeed(facts: SwarmFacts, news: News, term: Term) -> Crew:
+    """Make the placer that follows the one of ``news``, in this process; return its crew, which the agent keeps."""
+    checkpoint, folder = None, hold_folder(facts)
+    if facts.source.is_here:
+        checkpoint = facts.source.open()
+        facts = facts._replace(source=offer(checkpoint), host=api.current_agent().me.host)
+    placer = Placer(facts, checkpoint, Journal(), folder, term, news.placer.name)
+    crew = placer.make_crew()
+    # Not the deputy, whose server may leave.
+    placer.let_go = api.current_agent().at_close(partial(id, crew))
+    try:
+        placer.take_over(news)
+    except BaseException:
+        placer.stop()
+        raise
+    return crew
 
 
 class Placer:
-    """The placer of a swarm, in the process that has called `nbdist.swarm.serve`. Any thread may use it."""
+    """The placer of a swarm, in the process that has called `nbdist.swarm.serve`, or its successor.
+
+    Any thread may use it. ``checkpoint`` is the one that servers may read from this process; None if it sees no file.
+    """
 
     def __init__(
         self,
-        checkpoint: adapter.Checkpoint,
-        weights: tempfile.TemporaryDirectory[str],
-        options: Options,
-        policy: Policy,
+        facts: SwarmFacts,
+        checkpoint: adapter.Checkpoint | None,
         journal: Journal,
+        folder: SharedDirectory | None = None,
+        term: Term | None = None,
+        name: str = "",
     ) -> None:
         self._agent = agent = api.current_agent()
-        self._checkpoint = checkpoint
-        # The folder that `close`, or the end of this object, removes. Until then servers may load blocks from it.
-        self._weights = weights
+        self._facts = facts
+        self._checkpoint = checkpoint  # kept, so that it can be read
         self._journal = journal
-        self._directory = Directory()
-        skeleton = adapter.build(checkpoint.config)
-        path = adapter.find_layers(skeleton)
-        sizes = [checkpoint.nbytes(f"{path}.{n}.") for n in range(len(skeleton.get_submodule(path)))]
-        self._facts = SwarmFacts(offer(checkpoint), sizes, options, policy)
-        # The references that keep the servers alive. They are nobody else's: clients call servers by name.
-        self._owned: dict[str, RRef[Server]] = {}
+        self.let_go: Callable[[], object] = lambda: None  # ends what keeps a successor
+        self._folder = folder  # that of the weights, which servers load from it
+        # Goes with every order, so that servers can refuse those of a placer that has been replaced.
+        self.term = Term(1, agent.me.incarnation) if term is None else term
+        self.address = Address(agent.me.name, name or f"swarm {agent.me.incarnation:x}.{next(_numbers)}")
+        self._directory = Directory(self.address, self.term)
+        # Servers that load their first blocks. The reference can be called before the server exists, and has a name.
+        self._made: dict[str, RRef[Deputy]] = {}
         # Held by a thread that gives blocks to servers. Take a session's lock before it.
         self._arranging = threading.RLock()
-        self.address = Address(agent.me.name, f"swarm {agent.me.incarnation:x}.{next(_numbers)}")
         agent.named.publish(self.address.name, self, *_CALLED)
+        for end in (
+            weakref.finalize(self, agent.on_lost(partial(_tell_loss, weakref.ref(self)))),
+            weakref.finalize(self, _close_servers, agent, self._directory, self.term, self._made),
+        ):
+            end.atexit = False  # a process that exits without `close` leaves the swarm to its other clients
 
     def make_crew(self) -> Crew:
         """Return the crew of the client in this process. The swarm ends with it: it alone keeps this placer."""
@@ -109,18 +159,89 @@ class Placer:
 
     def watch(self, watcher: Address) -> None:
         """Tell a client of the directory's changes from now on, until it is gone."""
+        self.enter(watcher)
+        self._keep_told(watcher)
 
-        sent: list[Future[Any]] = []
-        known = self._crew  # as in `make_crew`
+    def enter(self, client: Address) -> None:
+        """Let the swarm last as long as this client, too."""
+        self._directory.enter(client)
+
+    def leave(self, client: Address) -> None:
+        """Close the swarm with its last client: here, a successor has none of its own."""
+        if self._directory.leave(client):
+            self.close()
+
+    def _keep_told(self, watcher: Address) -> None:
+        gone: list[Address] = []  # the watcher, once a call has found nobody there
+        known, agent = self._crew, self._agent  # as in `make_crew`
+
+        def note(done: Future[Any]) -> None:
+            if isinstance(done.exception(), _NOBODY):
+                gone.append(watcher)
 
         def tell(news: News) -> bool:
-            if (crew := known()) is None or any(each.done() and isinstance(each.exception(), _NOBODY) for each in sent):
+            if (crew := known()) is None:
+                return False
+            if gone:
+                if watcher in news.clients and isinstance(crew.placing, Placer):
+                    agent.submit(partial(crew.placing.leave, watcher))
                 return False
             with crew.working():
-                sent[:] = [api.current_agent().at(*watcher).call("take", news)]
+                # No variable holds the future: its error keeps this frame, and all above it.
+                agent.at(*watcher).call("take", news).add_done_callback(note)
             return True
 
         self._directory.watch(tell)
+
+    def follow(self, news: News) -> Placer | FarPlacer:
+        """Hear news; if they are of a newer placer, step down, and return that one."""
+        if news.term <= self.term:
+            return self
+        if self._agent.named.find(self.address.name) is self:
+            self._agent.named.withdraw(self.address.name)
+        self._journal.tell(f"{news.placer.worker} has become the placer, as this process did not answer")
+        self.stop()
+        found = FarPlacer(news.placer, lambda: None, self._facts.host).follow(news)
+        found.client = self.crew.address
+        return found
+
+    def take_over(self, before: News) -> None:
+        """Take the servers over from the placer of the news ``before``, which is lost."""
+        crew = self.crew
+        with self._arranging, crew.working():
+            self._directory.reset(before.entries, before.clients)
+            own = self.news()
+            for entry in own.entries:
+                if self._agent.member(entry.incarnation) is None:  # nobody has told this crew
+                    crew.lose(entry.incarnation, "died")
+            asked = [
+                (member, self._order(member, "obey", own, self.facts(), timeout=_OBEY_SECONDS))
+                for member in crew.members
+                if member.state not in ("gone", "offline")
+            ]
+            loaded = {}
+            for member, answer in asked:
+                with contextlib.suppress(Gone):
+                    known, loaded[member.address] = crew.answer(member, answer)
+                    before = known if known.is_newer(before) and known.term < self.term else before
+            self._directory.reset(settled(before.entries, loaded), before.clients)
+            for member in crew.members:
+                if member.why_lost:  # noticed while the servers were asked
+                    self.lost(member.entry, member.why_lost)
+                elif member.there:
+                    self._keep_told(member.address.deputy)
+                    if not {*member.blocks}.issuperset(loaded.get(member.address, ())):
+                        with contextlib.suppress(Gone):
+                            self._answer(member, "unload", list(member.blocks))
+            for entry in before.entries:
+                if entry.state == "joining":
+                    self._release(entry)
+            names = {each.name for each in self._agent.members()}
+            for client in self.news().clients:
+                if client.worker in names:
+                    self._keep_told(client)
+                else:
+                    self.leave(client)
 
     def news(self) -> News:
         """Return what the directory has now."""
@@ -181,9 +302,13 @@ class Placer:
     def _make_server(self, worker: int | str) -> ServerEntry:
         """Make a new server on a worker, without waiting for it, and return its entry, which `_joining` adds."""
         record = self._agent.find(worker)
+        for member in self.crew.serving().values():  # a new server would not know that this placer has been replaced
+            with contextlib.suppress(Gone):
+                self._answer(member, "check")
+                break
         address = Address(record.name, f"server {self._agent.me.incarnation}.{next(_numbers)}")
-        arguments = self._facts.source, self._facts.options, address.name
-        self._owned[address.name] = api.remote(record.name, Server, arguments)
+        arguments = self.facts(), address.name, self.news(), succeed
+        self._made[address.name] = api.remote(record.name, Deputy, arguments)
         return ServerEntry(record.name, record.incarnation, address)
 
     @contextlib.contextmanager
@@ -214,12 +339,20 @@ class Placer:
         record = self._agent.member(member.incarnation)
         far = record is not None and record.host != self._agent.me.host  # it may have to read them from this process
         extra = _LOADING_SECONDS + (seconds_for(sum(self._facts.sizes)) if far else 0.0)  # others may load, too
-        if member.state != "joining":
-            return self.crew.send(member, "load", begin, end, extra=extra)
-        # By its reference: the server may not exist yet, and have no name.
-        timeout = self._facts.policy.step_timeout + extra
-        asked: Future[list[int]] = self._owned[member.address.name].rpc_async(timeout).load(begin, end)
-        return asked
+        return self._order(member, "load", begin, end, timeout=self._facts.policy.step_timeout + extra)
+
+    def _order(self, member: ServerRecord, method: str, *arguments: Any, timeout: float) -> Future[Any]:
+        """Call a method of a server's deputy that only the newest placer may call."""
+        if (made := self._made.get(member.address.name)) is not None:
+            asked: Future[Any] = getattr(made.rpc_async(timeout), method)(self.term, *arguments)
+            return asked
+        return self._agent.at(*member.address.deputy).call(method, self.term, *arguments, timeout=timeout)
+
+    def _answer(self, member: ServerRecord, method: str, *arguments: Any) -> Any:
+        """Give an order and wait for the answer, as `Crew.ask` does."""
+        return self.crew.answer(
+            member, self._order(member, method, *arguments, timeout=self._facts.policy.step_timeout)
+        )
 
     def _wait_until_loaded(self, member: ServerRecord, asked: Future[Any], begin: int, end: int) -> None:
         """Wait until a server has loaded these blocks, and let it serve them; for a new server, within `_joining`.
@@ -235,6 +368,8 @@ class Placer:
             if isinstance(error, Gone) and isinstance(error.__cause__, WorkerLost):
                 raise error.__cause__ from None  # Gone is for callers that can use another server instead
             raise
+        if self._made.pop(member.address.name, None) is not None:  # it has its name now
+            self._keep_told(member.address.deputy)
         self._give(member, begin, end, "joining", "online")
         if member.state != "online":
             crew.check_open()  # if the swarm was closed meanwhile, that is the cause
@@ -268,7 +403,7 @@ class Placer:
                 member, wanted = members[span.server], named(range(span.begin, span.end))
                 try:
                     crew.outwait(member, answer)
-                except Gone:
+                except (Gone, PlacerReplaced):
                     raise
                 except Exception as error:  # such as MemoryError
                     crew.ban(member, f"could not take {wanted}: {type(error).__name__}: {error}")
@@ -319,20 +454,21 @@ class Placer:
         Raises UsageError if it serves again, since another client has called `leave` in vain, or `join`.
         """
         with self._arranging, self.crew.working():
-            entry = self.crew.member(server.worker).entry
-            if entry.address != server or entry.state != "draining":
+            known = self._directory.find(server.worker)
+            if known is not None and known.address == server and known.state == "offline":
+                return  # it was dismissed by a placer that was lost before it could answer
+            member = self.crew.member(server.worker)
+            if member.address != server or member.state != "draining":
                 raise UsageError(
                     f"{server.worker} serves again, as another client has asked meanwhile: call leave again"
                 )
-            self._directory.change(entry, lambda now: now.rested("offline"))
-            self._release(entry)
-            self._journal.tell(f"{entry.name} has left")
+            with contextlib.suppress(Gone):
+                self._answer(member, "close")
+            self._directory.change(member.entry, lambda now: now.rested("offline"))
+            self._journal.tell(f"{member.name} has left")
 
     def _release(self, entry: ServerEntry) -> None:
-        with contextlib.suppress(NbdistError):  # the worker may be gone
-            if (owned := self._owned.get(entry.address.name)) is not None:
-                owned.release()  # its worker frees the server
-                self._owned.pop(entry.address.name, None)
+        _close_server(self._agent, entry, self.term, self._made)
 
     def shift(self, begin: int, end: int, worker: str) -> list[str]:
         """Load these blocks on a server, and take them away from all others; return the workers of those.
@@ -347,11 +483,18 @@ class Placer:
                     f"{worker} is {member.state}, so it takes no blocks: another client lets it leave or join"
                 )
             self.crew.outwait(member, self._send_load(member, begin, end))
-            self._give(member, begin, end, "online")
-            for other in self.crew.there:
-                if other is not member and any(begin <= number < end for number in other.blocks):
-                    self.lacks(other.entry, range(begin, end))  # the weights stay until `unload`: sessions move
-                    relieved.append(other.name)
+            moved = {*range(begin, end)}
+
+            def shifted(now: ServerEntry) -> ServerEntry:
+                if now.address == member.address:
+                    return now._replace(blocks=tuple(sorted(moved.union(now.blocks))))
+                if moved.intersection(now.blocks):  # the weights stay until `unload`: sessions move
+                    relieved.append(now.name)
+                return now._replace(blocks=tuple(number for number in now.blocks if number not in moved))
+
+            if member.state == "online":
+                # In one step: if this process is lost in between, no block is served twice.
+                self._directory.change_all(shifted)
             self._journal.tell(f"{member.name} takes {named(range(begin, end))}")
         return relieved
 
@@ -361,7 +504,7 @@ class Placer:
             for member in self.crew.there:
                 if member.name in workers:
                     with contextlib.suppress(Gone):
-                        self.crew.ask(member, "unload", list(member.blocks))
+                        self._answer(member, "unload", list(member.blocks))
 
     def kill(self, worker: str) -> None:
         """Kill a worker with SIGKILL, without waiting; a worker on another host kills itself.
@@ -382,21 +525,45 @@ class Placer:
                 api.rpc_async(name, _die)
 
     def close(self) -> None:
-        """Release all servers, so that their workers free blocks and caches, and remove the file of weights.
+        """Close all servers, so that their workers free blocks and caches. A second call does nothing.
 
-        A second call does nothing.
+        The folder of weights goes with the last process that holds it (`SharedDirectory`).
         """
         self._agent.named.withdraw(self._facts.source.name)
         self._agent.named.withdraw(self.address.name)
         for entry in self._directory.all():
-            if entry.state not in ("offline", "gone"):
+            if entry.state != "offline":
                 self._release(entry)  # before the state changes, so that a second call repeats it after an interrupt
-                self._directory.change(entry, lambda now: now.rested("offline"))
-        for owned in list(self._owned.values()):  # of servers that are gone or replaced
-            with contextlib.suppress(NbdistError):
-                owned.release()
-        self._owned.clear()
-        self._weights.cleanup()
+                self._directory.change(entry, lambda now: now if now.state == "gone" else now.rested("offline"))
+        self.stop()
+
+    def stop(self) -> None:
+        """End this placer, and leave the servers to another one."""
+        let_go, self.let_go = self.let_go, lambda: None  # it refers to the crew, and so to this object
+        let_go()
+        if self._folder is not None:
+            self._folder.leave()
+
+
+def _tell_loss(known: weakref.ref[Placer], record: Record, _: str) -> None:
+    if (placer := known()) is not None:
+        for client in placer.news().clients:
+            if client.worker == record.name:
+                placer._agent.submit(partial(placer.leave, client))
+
+
+def _close_servers(agent: Agent, directory: Directory, term: Term, made: dict[str, RRef[Deputy]]) -> None:
+    for entry in directory.all():
+        if entry.state != "offline":  # one that is gone for the swarm may run
+            _close_server(agent, entry, term, made)
+
+
+def _close_server(agent: Agent, entry: ServerEntry, term: Term, made: dict[str, RRef[Deputy]]) -> None:
+    with contextlib.suppress(NbdistError), agent.activate():  # the worker may be gone
+        if (server := made.pop(entry.address.name, None)) is not None:
+            server.rpc_async().close(term)  # once the server exists
+        else:
+            agent.at(*entry.address.deputy).cast("close", term)
 
 
 def _die() -> None:

@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 import dataclasses
-import tempfile
+import itertools
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from nbdist import durations, trace
 from nbdist.amounts import counted, size
+from nbdist.channel.locked_directory import SharedDirectory
+from nbdist.channel.secret import runtime_directory
 from nbdist.errors import UsageError
 from nbdist.rpc import api
 from nbdist.swarm import adapter
 from nbdist.swarm.client.journal import Journal
 from nbdist.swarm.directory import routing
 from nbdist.swarm.named_models import folder_of
-from nbdist.swarm.placer import Placer
+from nbdist.swarm.placer import Placer, describe
 from nbdist.swarm.policy import Policy, Recover, check_amount, check_count, check_function
 from nbdist.swarm.server.server import Options
 from nbdist.swarm.swarm import Swarm
 from nbdist.swarm.weight_file import WeightFile
+
+_numbers = itertools.count()
 
 
 def serve(
@@ -104,22 +109,29 @@ def serve(
     durations.positive(servers.session_timeout, "session_timeout")
     tell = trace.steps()
     tell("serve: the model's weights are read ...")
-    # In the agent's directory: when that directory is removed after a kill, the weights are removed, too.
-    folder = tempfile.TemporaryDirectory(prefix="swarm-", dir=api.current_agent().directory)
+    agent = api.current_agent()
+    # A cluster's directory goes with the notebook, as its workers do. Elsewhere, servers may outlive this process.
+    base = agent.directory if agent.hosted and agent.directory is not None else runtime_directory()
+    label = f"swarm-{os.getpid()}-{agent.me.incarnation:x}-{next(_numbers)}"
+    folder: SharedDirectory | None = SharedDirectory.make(base, label)
+    assert folder is not None
     if isinstance(model, str | Path):
         given = Path(model).absolute() if Path(model).is_dir() else folder_of(str(model))
-        checkpoint = adapter.Checkpoint.opened(given, Path(folder.name))
+        checkpoint = adapter.Checkpoint.opened(given, folder.path)
     else:
-        adapter.write_checkpoint(model, Path(folder.name))
-        checkpoint = adapter.Checkpoint(folder.name)
+        adapter.write_checkpoint(model, folder.path)
+        checkpoint = adapter.Checkpoint(folder.path)
+    if checkpoint.folder != folder.path:
+        folder = None  # the weights are the user's own file
     journal = Journal()
     if isinstance(checkpoint.weights, WeightFile) and checkpoint.weights.copied:
         journal.tell(
             f"{size(checkpoint.weights.copied)} of weights are copied when they are loaded, not mapped: in "
             f"{checkpoint.folder} they do not begin at multiples of 64 bytes"
         )
-    placer = Placer(checkpoint, folder, servers, policy, journal)
-    found = Swarm(checkpoint, placer.make_crew(), placer, journal)
+    placer = Placer(describe(checkpoint, servers, policy, folder), checkpoint, journal, folder)
+    found = Swarm(checkpoint, placer.make_crew(), journal)
+    placer.enter(found.crew.publish())
     if spans is None:
         spans = routing.cut(found.sizes, len(workers))
     if len(spans) > len(workers):

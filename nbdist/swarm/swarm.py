@@ -53,20 +53,22 @@ class Swarm:
         >>> sw.close()
     """
 
-    def __init__(
-        self, checkpoint: adapter.Checkpoint, crew: Crew, placer: Placer | FarPlacer, journal: Journal
-    ) -> None:
+    def __init__(self, checkpoint: adapter.Checkpoint, crew: Crew, journal: Journal) -> None:
         self.checkpoint = checkpoint
         self.sizes = crew.sizes
         """Bytes of each block."""
         self.journal = journal
         self.crew = crew
-        self._placer = placer
         self.sessions = Sessions(self.crew, self.journal)
         # The description of each worker, from just before the swarm was closed; None while it is open.
         self._closed: list[dict[str, Any]] | None = None
 
     # -- looking ------------------------------------------------------------------------------
+
+    @property
+    def _placer(self) -> Placer | FarPlacer:
+        assert isinstance(self.crew.placing, Placer | FarPlacer)
+        return self.crew.placing
 
     @property
     def blocks(self) -> dict[str, list[int]]:

@@ -128,7 +128,7 @@ def test_a_server_computes_and_drops_blocks_while_it_waits_for_others(world, far
     assert begun.wait(10)
     (member,) = [each for each in swarm.crew.there if each.name == "worker1"]
     with swarm.crew.working():
-        assert swarm.crew.ask(member, "unload", [0, 1, 2]) == [0, 1, 2]
+        assert swarm._placer._answer(member, "unload", [0, 1, 2]) == [0, 1, 2]
     go.set()
     joining.join(30)
     assert swarm.info()["worker1"].blocks == [0, 1, 2, 4, 5]

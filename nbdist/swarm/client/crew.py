@@ -13,6 +13,7 @@ A banned server stays "online", but gets no work from this client for some secon
 from __future__ import annotations
 
 import contextlib
+import itertools
 import random
 import threading
 import time
@@ -33,8 +34,9 @@ from nbdist.swarm.client.journal import Journal
 from nbdist.swarm.client.server_record import ServerRecord
 from nbdist.swarm.directory import routing
 from nbdist.swarm.directory.directory import News
-from nbdist.swarm.directory.placing import CLOSED, Placing, SwarmFacts
+from nbdist.swarm.directory.placing import CLOSED, PlacerReplaced, Placing, SwarmFacts
 from nbdist.swarm.directory.routing import NoRoute, Span, named
+from nbdist.swarm.server.neighbours import Address
 from nbdist.swarm.server.server import NotHere
 from nbdist.swarm.server.session_caches import NoSession, StepReply
 from nbdist.swarm.stacking import DEFAULT_LAYOUT, StackInput, StackLayout
@@ -43,6 +45,7 @@ if TYPE_CHECKING:
     from nbdist.wire.messages import Record
 
 _FIRST_BAN_SECONDS = 5.0  # `ServerRecord.ban` doubles them with each failure
+_numbers = itertools.count()
 _LATER = ("step",)  # the methods of a server that return a future of their result
 
 
@@ -67,37 +70,44 @@ class Crew:
         self.options = facts.options
         self.policy = facts.policy
         self.ban_seconds = _FIRST_BAN_SECONDS  # of the first ban of a server
-        self._placing = placing
+        self.placing = placing  # another one once the swarm has another placer
         self._journal = journal
         self._members: dict[str, ServerRecord] = {}  # by name of the worker, in the order in which they joined
-        self._known = 0  # the version of the directory, as `_members` has it
+        self._known: News | None = None  # the last news, as `_members` has it
         self._choose = random.Random(0)
         # Guards the members and their entries; notified when the directory has changed.
         self._changed = threading.Condition(threading.RLock())
         self.closed = False
+        self.address: Address | None = None  # at which placers tell it news
         self._agent = api.current_agent()
         self.incarnation = self._agent.me.incarnation  # when a server loses this agent, it drops this client's sessions
         weakref.finalize(self, self._agent.on_lost(partial(_tell_loss, weakref.ref(self)))).atexit = False
 
     # -- who there is -------------------------------------------------------------------------
 
+    def publish(self) -> Address:
+        """Let placers tell this crew news, by `take`; return its address."""
+        self.address = Address(self._agent.me.name, f"crew {self.incarnation}.{next(_numbers)}")
+        self._agent.named.publish(self.address.name, self, "take")
+        return self.address
+
     def take(self, news: News) -> None:
         """Take what the directory has now, unless this crew knows newer news."""
-        version, entries = news
         with self._changed:
-            if version <= self._known:
+            if not news.is_newer(self._known):
                 return
-            self._known, known, self._members = version, self._members, {}
-            for entry in entries:
+            self._known, known, self._members = news, self._members, {}
+            for entry in news.entries:
                 member = self._members[entry.name] = known.get(entry.name) or ServerRecord(entry)
                 if member.address != entry.address:  # a newer server of the same worker
                     member = self._members[entry.name] = ServerRecord(entry)
                 member.changed(entry)
+            self.placing = self.placing.follow(news)
             self._changed.notify_all()
         self._journal.news()
 
     def _read(self) -> None:
-        self.take(self._placing.news())  # which may overtake the news that the directory sends
+        self.take(self.placing.news())  # which may overtake the news that the directory sends
 
     @property
     def members(self) -> list[ServerRecord]:
@@ -146,7 +156,7 @@ class Crew:
             why = str(self._agent.fate(member.incarnation) or why)
             blocks = member.blocks
             member.why_lost = why.splitlines()[0] if why else "lost"
-        self._placing.lost(member.entry, member.why_lost)
+        self.placing.lost(member.entry, member.why_lost)
         self._journal.tell(f"{member.name}, which had {named(blocks)}, is gone: {member.why_lost}")
 
     def ban(self, member: ServerRecord, why: str = "") -> None:
@@ -185,8 +195,8 @@ class Crew:
                 # Also those that only this client has lost.
                 away = [each.name for each in self.members if each.entry.there and each.name not in members]
                 try:
-                    self._placing.mend(begin, end, away)
-                except Gone:
+                    self.placing.mend(begin, end, away)
+                except (Gone, PlacerReplaced):
                     pass  # it is banned or lost now: the next time, others are asked
                 except NoRoute:
                     if not self._may_come(began):
@@ -269,11 +279,14 @@ class Crew:
             except RpcTimeout as error:  # before TimeoutError, of which it is a kind
                 self.ban(member)
                 raise Gone(f"{member.name} did not answer") from error.with_traceback(None)
+            except PlacerReplaced as error:  # the answer to an order of a placer in this process
+                self.take(error.news)
+                raise
             except NotHere as error:
                 with contextlib.suppress(NbdistError):
                     # So that the next route does not lead here again.
                     there = self._agent.at(*member.address).ask("info", timeout=self.policy.step_timeout)
-                    self._placing.lacks(member.entry, [each for each in member.blocks if each not in there.blocks])
+                    self.placing.lacks(member.entry, [each for each in member.blocks if each not in there.blocks])
                     self._read()
                 raise Forgotten(f"{member.name}: {error}") from error.with_traceback(None)
             except (NoSession, TimeoutError) as error:

@@ -4,8 +4,10 @@
 `routing`     chooses routes and servers; pure
 `entry`       one server, as all clients know it
 `directory`   the entries, which clients read again after changes
+`succession`  chooses the next placer when the placer is lost; pure
 `placing`     what a client asks of the placer, and the placer in another process
 ============  ================================================================================
 
-Both live in the process that has called `nbdist.swarm.serve`; `nbdist.swarm.placer` is the placer itself.
+Both live in the process that has called `nbdist.swarm.serve`, until it is lost; then in that of a server, whose
+`nbdist.swarm.deputy` has kept a copy of the directory. `nbdist.swarm.placer` is the placer itself.
 """

@@ -4,19 +4,41 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from nbdist.swarm.directory.entry import ServerEntry
+from nbdist.swarm.server.neighbours import Address
 
-News = tuple[int, list[ServerEntry]]
-"""A version of the directory, and its entries."""
+
+class Term(NamedTuple):
+    """The time of one placer. A later term is larger; of two placers with one number, one is larger, too."""
+
+    number: int
+    incarnation: int  # of the placer's agent
+
+
+class News(NamedTuple):
+    """The contents of the directory at one moment. Newer news are larger."""
+
+    term: Term
+    changes: int
+    placer: Address
+    entries: Sequence[ServerEntry]
+    clients: Sequence[Address]
+
+    def is_newer(self, other: News | None) -> bool:
+        """Return whether these news are newer than other news, or there are no others."""
+        return other is None or self[:2] > other[:2]
 
 
 class Directory:
     """The entries by name of the worker, in the order in which the workers joined. Any thread may use it."""
 
-    def __init__(self) -> None:
+    def __init__(self, placer: Address, term: Term) -> None:
+        self._placer, self._term = placer, term
         self._entries: dict[str, ServerEntry] = {}
+        self._clients: dict[Address, None] = {}  # a set with an order
         self._changes = 1
         self._lock = threading.Lock()
         self._watchers: list[Callable[[News], object]] = []
@@ -45,7 +67,38 @@ class Directory:
     def news(self) -> News:
         """Return what the directory has now."""
         with self._lock:
-            return self._changes, list(self._entries.values())
+            return News(self._term, self._changes, self._placer, list(self._entries.values()), list(self._clients))
+
+    def change_all(self, change: Callable[[ServerEntry], ServerEntry]) -> None:
+        """Replace each entry by ``change`` of it, in one step: nobody hears of a part of the change alone."""
+        with self._lock:
+            self._entries = {name: change(entry) for name, entry in self._entries.items()}
+            self._changes += 1
+        self._tell()
+
+    def reset(self, entries: Sequence[ServerEntry], clients: Sequence[Address]) -> None:
+        """Replace the contents by those of another directory; clients that have been entered here stay."""
+        with self._lock:
+            self._entries = {entry.name: entry for entry in entries}
+            self._clients |= dict.fromkeys(clients)
+            self._changes += 1
+        self._tell()
+
+    def enter(self, client: Address) -> None:
+        """Add a client of the swarm; does nothing if it is here already."""
+        with self._lock:
+            self._clients[client] = None
+            self._changes += 1
+        self._tell()
+
+    def leave(self, client: Address) -> bool:
+        """Remove a client; return whether no client is left."""
+        with self._lock:
+            self._clients.pop(client, None)
+            self._changes += 1
+            alone = not self._clients
+        self._tell()
+        return alone
 
     def add(self, entry: ServerEntry) -> None:
         """Add a new server, in place of an older one on its worker."""

@@ -2,20 +2,40 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
-from nbdist.errors import UsageError, WorkerLost
+from nbdist.errors import NbdistError, UsageError, WorkerLost
 from nbdist.rpc.api import current_agent
 from nbdist.rpc.named import NotOffered
 from nbdist.swarm.directory.directory import News
 from nbdist.swarm.directory.entry import ServerEntry
+from nbdist.swarm.directory.succession import successors
 from nbdist.swarm.policy import Policy
 from nbdist.swarm.server.neighbours import Address
 from nbdist.swarm.server.server import Options
 from nbdist.swarm.server.sources import Source
 
 CLOSED = "this swarm is closed: call nbdist.swarm.serve again"
+# Seconds without an answer of the placer after which a client asks a server whether there is another placer.
+_PATIENCE = 5.0
+_SUCCEED_SECONDS = 60.0  # for that server's answer: it may have to become the placer itself
+
+
+class PlacerReplaced(NbdistError):
+    """A server has refused an order of the swarm's placer, because another process is the placer now."""
+
+    def __init__(self, news: News) -> None:
+        super().__init__(
+            f"this process did not answer for a while, so a process of {news.placer.worker} decides now which worker "
+            "has which blocks of this swarm: call again, and it is asked"
+        )
+        self.news = news
+        """What the other placer has told."""
+
+    def __reduce__(self) -> Any:
+        return PlacerReplaced, (self.news,)
 
 
 class SwarmFacts(NamedTuple):
@@ -25,10 +45,15 @@ class SwarmFacts(NamedTuple):
     sizes: Sequence[int]  # bytes of each block
     options: Options
     policy: Policy
+    host: str  # the host with the file of weights
+    folder: str  # the `SharedDirectory` with that file, which goes with the swarm; "" if the file is the user's own
 
 
 class Placing(Protocol):
     """The part of a placer, near or far, that calls and routes need."""
+
+    def follow(self, news: News) -> Placing:
+        """Hear newer news; return the placer to ask from now on."""
 
     def news(self) -> News:
         """Return what the directory has now."""
@@ -49,18 +74,36 @@ class Placing(Protocol):
 class FarPlacer:
     """The placer of a swarm in another process. `nbdist.swarm.placer.Placer` describes the methods."""
 
-    def __init__(self, address: Address, at_close: Callable[[], object]) -> None:
+    def __init__(self, address: Address, at_close: Callable[[], object], host: str = "") -> None:
         self.address = address
+        self.client: Address | None = None  # of this process
+        self._host = host  # with the file of weights
         self._at_close = at_close
+        self._news: News | None = None
+
+    def follow(self, news: News) -> FarPlacer:
+        """Ask the placer of these news from now on, if they are the newest."""
+        if news.is_newer(self._news):
+            self.address, self._news = news.placer, news
+        return self
 
     def facts(self) -> SwarmFacts:
         """Return the facts of the swarm."""
         facts: SwarmFacts = self._ask("facts", timeout=60.0)
+        self._host = facts.host
         return facts
 
     def watch(self, watcher: Address) -> None:
         """Have ``watcher.take(news)`` called when the directory changes."""
+        self.client = watcher
         self._ask("watch", watcher, timeout=60.0)
+
+    def leave(self) -> None:
+        """Say that this process does not use the swarm any more, without waiting."""
+        client, self.client = self.client, None
+        if client is not None:
+            with contextlib.suppress(NbdistError):  # RPC may have ended
+                current_agent().at(*self.address).cast("leave", client)
 
     def news(self) -> News:
         """Ask what the directory has now."""
@@ -105,19 +148,50 @@ class FarPlacer:
         self._ask("kill", worker)
 
     def _ask(self, method: str, *arguments: Any, timeout: float = 0.0) -> Any:
-        # Without a limit by default: servers load blocks, and the placer's process is known to be alive.
-        try:
-            return current_agent().at(*self.address).ask(method, *arguments, timeout=timeout)
-        except NotOffered:
-            raise UsageError(CLOSED) from None
-        except WorkerLost as error:
-            if any(each.name == self.address.worker for each in current_agent().members()):
-                raise  # of a worker that was to load blocks
-            raise WorkerLost(
-                "the process that served this swarm is gone, and the swarm with it: serve it again"
-            ) from error
+        # Without a limit by default: servers load blocks. All that is asked may be asked again of the next placer.
+        while True:
+            worker = self.address.worker
+            asked = current_agent().at(*self.address).call(method, *arguments, timeout=timeout)
+            try:
+                while not asked.done():
+                    with contextlib.suppress(Exception):  # an error of the call is raised below
+                        asked.wait(_PATIENCE)
+                    if not asked.done() and self._find_next():
+                        break
+                else:
+                    return asked.wait()
+            except PlacerReplaced as error:
+                self.follow(error.news)
+            except NotOffered:
+                if not self._find_next():
+                    raise UsageError(CLOSED) from None
+            except WorkerLost as error:
+                if any(each.name == worker for each in current_agent().members()):
+                    raise  # of a worker that was to load blocks
+                if not self._find_next():
+                    raise WorkerLost(
+                        "the process that served this swarm is gone, and none of its servers is left to go on without "
+                        "it: serve the model again"
+                    ) from error
+
+    def _find_next(self) -> bool:
+        """Have a server find or make another placer; return whether there is one now."""
+        agent, before = current_agent(), self._news
+        if before is None:
+            return False
+        for entry in successors(before.entries, {each.incarnation: each.host for each in agent.members()}, self._host):
+            with contextlib.suppress(NbdistError):  # such as `CLOSED`; others may know more
+                found: News = agent.at(*entry.address.deputy).ask("succeed", before.term, timeout=_SUCCEED_SECONDS)
+                if found.term <= before.term:
+                    return False
+                self.follow(found)
+                if self.client is not None:  # the next placer may not have heard of this client
+                    agent.at(*self.address).cast("watch", self.client)
+                return True
+        return self._news is not before and self._news is not None and self._news.term > before.term
 
     def close(self) -> None:
         """End this process's part only."""
+        self.leave()
         at_close, self._at_close = self._at_close, lambda: None
         at_close()

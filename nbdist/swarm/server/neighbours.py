@@ -21,6 +21,11 @@ class Address(NamedTuple):
     worker: str
     name: str
 
+    @property
+    def deputy(self) -> Address:
+        """The address of this server's `nbdist.swarm.deputy.Deputy`."""
+        return self._replace(name=f"deputy {self.name.partition(' ')[2]}")
+
     def export(self, id: str, begin: int, first: int, last: int, patience: float) -> tuple[Any, ...]:
         """Return what `Server.export` returns there; wait ``patience`` seconds at most.
 

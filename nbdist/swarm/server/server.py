@@ -42,7 +42,7 @@ from nbdist.swarm.server.neighbours import Address
 from nbdist.swarm.server.queues import QueuedRequest, RequestQueues, prioritize
 from nbdist.swarm.server.runtime import Runtime
 from nbdist.swarm.server.session_caches import NoSession, ServerSession, StepCall, StepReply
-from nbdist.swarm.server.sources import Source
+from nbdist.swarm.server.sources import FarWeights, Source
 
 if TYPE_CHECKING:
     from nbdist.wire.messages import Record
@@ -109,14 +109,14 @@ class Info(NamedTuple):
 
 
 CALLED = (
-    *("load", "unload", "info", "open", "link", "close", "push", "step", "export", "adopt"),
+    *("info", "open", "link", "close", "push", "step", "export", "adopt"),
     *("forward", "backward", "returns_tuple"),
 )
-"""The methods of a `Server` that clients and other servers call."""
+"""The methods of a `Server` that clients and other servers call. The placer calls its deputy."""
 
 
 class Server:
-    """Loads and computes blocks of one model on a worker; it ends with the reference of the swarm's placer to it.
+    """Loads and computes blocks of one model on a worker; its `nbdist.swarm.deputy.Deputy` keeps it.
 
     ``source`` says where the model is. Clients and other servers call this one by its ``name``. Several threads may
     call all methods at the same time. A session may have several spans here; methods name a span of a session by the
@@ -196,6 +196,11 @@ class Server:
 
     def _count(self) -> int:
         return len({id for id, _ in list(self._sessions)})  # a session may have several spans here
+
+    def read_from(self, source: Source) -> None:
+        """Ask another client for weights from now on, if this server asks for them at all."""
+        if isinstance(self._checkpoint.weights, FarWeights):
+            self._checkpoint.weights.source = source
 
     # -- sessions -----------------------------------------------------------------------------
 

@@ -6,7 +6,6 @@ memory. Any other server calls the client for the weights of its blocks, and kee
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -36,14 +35,21 @@ class Source(NamedTuple):
     client: str  # the name of the client's agent
     name: str  # under which the client's agent has published the checkpoint
 
+    @property
+    def is_here(self) -> bool:
+        """True if this process sees the file of weights in the folder."""
+        try:
+            return weight_file.mark_of(self.folder) == self.mark
+        except OSError:
+            return False
+
     def open(self) -> adapter.Checkpoint:
         """Return the checkpoint: from the folder if this process sees the same file there, else with `FarWeights`.
 
         Raises WorkerLost or RpcTimeout if the client does not answer, and `NotOffered` if it has closed the swarm.
         """
-        with contextlib.suppress(OSError):
-            if weight_file.mark_of(self.folder) == self.mark:
-                return adapter.Checkpoint(self.folder)
+        if self.is_here:
+            return adapter.Checkpoint(self.folder)
         config, sizes = self.ask("describe", timeout=_ANSWER_SECONDS)
         with tempfile.TemporaryDirectory(dir=current_agent().directory) as folder:
             # `Checkpoint` reads this file at once, so the folder may go.
@@ -65,7 +71,7 @@ class FarWeights:
     """The weights of a `Source`, read from the client by calls. ``sizes`` are their bytes by name."""
 
     def __init__(self, source: Source, sizes: dict[str, int]) -> None:
-        self._source = source
+        self.source = source
         self.sizes = sizes
 
     def read(self, names: Sequence[str]) -> dict[str, torch.Tensor]:
@@ -73,7 +79,7 @@ class FarWeights:
         found: dict[str, torch.Tensor] = {}
         for part in self._parts(names):
             timeout = _READ_SECONDS + seconds_for(sum(self.sizes[name] for name in part))
-            found |= self._source.ask("read", part, timeout=timeout)
+            found |= self.source.ask("read", part, timeout=timeout)
         return found
 
     def _parts(self, names: Sequence[str]) -> Iterator[list[str]]:

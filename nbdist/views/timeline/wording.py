@@ -41,10 +41,10 @@ def name_call(label: str, callee: Any, args: Sequence[Any]) -> tuple[str, str] |
         kind, _, method = label.partition(".")
         if kind in _HIDDEN_NAMES:
             return None
-        return "own", _of_server(method) if kind == "server" else _OF_NAMED.get(label, _OTHERS)
+        return "own", _of_server(method) if kind in ("server", "deputy") else _OF_NAMED.get(label, _OTHERS)
     place = f"{module.removeprefix('nbdist.')}:{getattr(callee, '__qualname__', label)}"
-    if place.startswith("swarm.server.server:Server"):
-        return "own", _of_server(place.partition("Server")[2].removeprefix("."))
+    if place.startswith("swarm.deputy:Deputy"):
+        return "own", _of_server(place.partition("Deputy")[2].removeprefix("."))
     words = _WORDS.get(place, _OTHERS)
     if isinstance(words, str):
         return "own", words
@@ -62,7 +62,7 @@ def _class_of(rref: RRef[Any]) -> str:
     return rref.state.qualname if rref.state is not None else "module"
 
 
-# The words for the methods of `nbdist.swarm.server.server.Server`; "" is the constructor.
+# The words for the methods of `nbdist.swarm.server.server.Server` and of its deputy, whose constructor is "".
 _OF_SERVER: Mapping[str, str] = {
     "": "start to serve blocks",
     "load": "load blocks",

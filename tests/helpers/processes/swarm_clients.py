@@ -1,9 +1,14 @@
 """What a worker does with a swarm that another process serves."""
 
+import os
+import signal
+
 import torch
 
 from helpers.models import swarm_models
-from nbdist.swarm import connect, model_cache
+from helpers.processes import workers
+from nbdist.swarm import connect, model_cache, serve
+from nbdist.swarm.directory.placing import PlacerReplaced
 
 
 def write(address, count, modes=("greedy",)):
@@ -40,3 +45,52 @@ def change(address):
             last = model(ids[:, at : at + 1], past_key_values=cache).logits[:, -1]
     assert torch.allclose(last, whole, atol=1e-5)
     return found
+
+
+# -- who serves, and may be lost ------------------------------------------------------------------
+
+
+def serve_here(names):
+    """Serve, and keep the swarm and its placer; where it is, and the folder of its weights."""
+    swarm = serve(swarm_models.make("llama"), workers=names)
+    workers.kept[:] = swarm, swarm.crew.placing
+    return swarm.address(), str(swarm.checkpoint.folder)
+
+
+def move_and_die(begin, end, worker):
+    """The placer of this process loads blocks elsewhere, and is killed before it has told so."""
+    swarm, placer = workers.kept
+    placer._directory.change_all = lambda _: os.kill(os.getpid(), signal.SIGKILL)
+    swarm.move(begin, end, worker)
+
+
+def die_at(method):
+    """Let the placer of this process be killed when it is called so."""
+    setattr(workers.kept[1], method, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+
+
+def give_old_orders(worker):
+    """What becomes of orders of the placer that was here; and which blocks its swarm knows by then."""
+    swarm, placer = workers.kept
+    found = []
+    for order in (
+        lambda: placer.shift(0, 6, worker),
+        lambda: placer.join("client", 0, 1),
+        lambda: placer._answer(swarm.crew.member(worker), "unload", []),
+        lambda: placer._answer(swarm.crew.member(worker), "close"),
+    ):
+        try:
+            found.append(order())
+        except PlacerReplaced as error:
+            found.append(type(error).__name__)
+    return found, swarm.blocks
+
+
+def move(*where):
+    """By the swarm that this process has served."""
+    workers.kept[0].move(*where)
+
+
+def servers():
+    """The servers of this process, with the blocks in their memory."""
+    return {name: server.info().blocks for name, server in swarm_models.servers_here().items()}
