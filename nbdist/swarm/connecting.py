@@ -30,18 +30,20 @@ def connect(address: str) -> Swarm:
     Several processes may use a swarm at the same time. Each has sessions and models of its own; one placer, in the
     process that has called `serve`, gives blocks to workers for all. `Swarm.join`, `Swarm.leave` and `Swarm.move` may
     be called in any of them: sessions of the others move in their next step. The swarm ends when the process that
-    serves it closes it.
+    serves it closes it. If that process is lost or frozen instead, a worker becomes the placer, and the swarm lasts
+    until the last process that uses it has closed it or is lost. Workers of a cluster end with their notebook.
 
     A process without RPC becomes a member of the workers' world, until `Swarm.close`. It must run on the host of the
     process that serves, as the same user.
 
     Args:
-        address: what `Swarm.address` has returned there.
+        address: what `Swarm.address` has returned there, or in another process that uses the swarm. It is out of date
+            once a worker has become the placer.
 
     Raises:
         UsageError: ``address`` is no address of a swarm, the swarm is closed, or this process is a member of another
             world.
-        WorkerLost: the process that served the swarm is gone.
+        WorkerLost, UnknownWorker: the process that ``address`` names is gone.
         RendezvousError: there is no such world any more.
 
     Example:

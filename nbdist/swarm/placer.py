@@ -71,14 +71,12 @@ _CALLED = (
 )
 
 
-def describe(
-    checkpoint: adapter.Checkpoint, options: Options, policy: Policy, folder: SharedDirectory | None
-) -> SwarmFacts:
+def describe(checkpoint: adapter.Checkpoint, options: Options, policy: Policy, folder: SharedDirectory) -> SwarmFacts:
     """Return the facts of a new swarm, and let its servers read the checkpoint here."""
     skeleton = adapter.build(checkpoint.config)
     path = adapter.find_layers(skeleton)
     sizes = [checkpoint.nbytes(f"{path}.{n}.") for n in range(len(skeleton.get_submodule(path)))]
-    own = "" if folder is None else str(folder.path)
+    own = str(folder.path) if folder.path == checkpoint.folder else ""  # else the weights are the user's own file
     return SwarmFacts(offer(checkpoint), sizes, options, policy, api.current_agent().me.host, own)
 
 
@@ -91,7 +89,7 @@ def succeed(facts: SwarmFacts, news: News, term: Term) -> Crew:
     placer = Placer(facts, checkpoint, Journal(), folder, term, news.placer.name)
     crew = placer.make_crew()
     # Not the deputy, whose server may leave.
-    placer.let_go = api.current_agent().at_close(partial(id, crew))
+    placer.let_go = api.current_agent().at_close(lambda: None if crew else None)
     try:
         placer.take_over(news)
     except BaseException:
@@ -159,32 +157,26 @@ class Placer:
 
     def watch(self, watcher: Address) -> None:
         """Tell a client of the directory's changes from now on, until it is gone."""
-        self.enter(watcher)
+        self._directory.enter(watcher)
         self._keep_told(watcher)
 
-    def enter(self, client: Address) -> None:
-        """Let the swarm last as long as this client, too."""
-        self._directory.enter(client)
-
     def leave(self, client: Address) -> None:
-        """Close the swarm with its last client: here, a successor has none of its own."""
+        """Tell a client nothing more; close the swarm with its last client."""
         if self._directory.leave(client):
             self.close()
 
     def _keep_told(self, watcher: Address) -> None:
         gone: list[Address] = []  # the watcher, once a call has found nobody there
-        known, agent = self._crew, self._agent  # as in `make_crew`
+        me, known, agent = weakref.ref(self), self._crew, self._agent  # as in `make_crew`
 
         def note(done: Future[Any]) -> None:
             if isinstance(done.exception(), _NOBODY):
                 gone.append(watcher)
+                if (placer := me()) is not None:
+                    placer.leave(watcher)
 
         def tell(news: News) -> bool:
-            if (crew := known()) is None:
-                return False
-            if gone:
-                if watcher in news.clients and isinstance(crew.placing, Placer):
-                    agent.submit(partial(crew.placing.leave, watcher))
+            if gone or (crew := known()) is None:
                 return False
             with crew.working():
                 # No variable holds the future: its error keeps this frame, and all above it.
@@ -215,9 +207,7 @@ class Placer:
                 if self._agent.member(entry.incarnation) is None:  # nobody has told this crew
                     crew.lose(entry.incarnation, "died")
             asked = [
-                (member, self._order(member, "obey", own, self.facts(), timeout=_OBEY_SECONDS))
-                for member in crew.members
-                if member.state not in ("gone", "offline")
+                (member, self._order(member, "obey", own, self.facts(), timeout=_OBEY_SECONDS)) for member in crew.there
             ]
             loaded = {}
             for member, answer in asked:
@@ -233,15 +223,8 @@ class Placer:
                     if not {*member.blocks}.issuperset(loaded.get(member.address, ())):
                         with contextlib.suppress(Gone):
                             self._answer(member, "unload", list(member.blocks))
-            for entry in before.entries:
-                if entry.state == "joining":
-                    self._release(entry)
-            names = {each.name for each in self._agent.members()}
             for client in self.news().clients:
-                if client.worker in names:
-                    self._keep_told(client)
-                else:
-                    self.leave(client)
+                self._keep_told(client)  # until it turns out that nobody is there
 
     def news(self) -> News:
         """Return what the directory has now."""
@@ -454,9 +437,6 @@ class Placer:
         Raises UsageError if it serves again, since another client has called `leave` in vain, or `join`.
         """
         with self._arranging, self.crew.working():
-            known = self._directory.find(server.worker)
-            if known is not None and known.address == server and known.state == "offline":
-                return  # it was dismissed by a placer that was lost before it could answer
             member = self.crew.member(server.worker)
             if member.address != server or member.state != "draining":
                 raise UsageError(
@@ -486,15 +466,14 @@ class Placer:
             moved = {*range(begin, end)}
 
             def shifted(now: ServerEntry) -> ServerEntry:
-                if now.address == member.address:
+                if now.address == member.address and now.there:
                     return now._replace(blocks=tuple(sorted(moved.union(now.blocks))))
                 if moved.intersection(now.blocks):  # the weights stay until `unload`: sessions move
                     relieved.append(now.name)
                 return now._replace(blocks=tuple(number for number in now.blocks if number not in moved))
 
-            if member.state == "online":
-                # In one step: if this process is lost in between, no block is served twice.
-                self._directory.change_all(shifted)
+            # In one step: if this process is lost in between, no block is served twice.
+            self._directory.change_all(shifted)
             self._journal.tell(f"{member.name} takes {named(range(begin, end))}")
         return relieved
 

@@ -71,7 +71,8 @@ def serve(
         options: the fields of `Options`, such as ``cache_bytes=10**9``.
 
     Returns:
-        The swarm. It ends with `Swarm.close`, or when the swarm and all models made from it are garbage-collected.
+        The swarm. It ends with `Swarm.close`, or when the swarm and all models made from it are garbage-collected. At
+        the end of this process it goes on for other processes that use it: see `connect`.
 
     Raises:
         UsageError: ``model`` is not a model, the spans do not fit the model or the workers, a worker is unknown or
@@ -113,16 +114,13 @@ def serve(
     # A cluster's directory goes with the notebook, as its workers do. Elsewhere, servers may outlive this process.
     base = agent.directory if agent.hosted and agent.directory is not None else runtime_directory()
     label = f"swarm-{os.getpid()}-{agent.me.incarnation:x}-{next(_numbers)}"
-    folder: SharedDirectory | None = SharedDirectory.make(base, label)
-    assert folder is not None
+    folder = SharedDirectory.make(base, label)
     if isinstance(model, str | Path):
         given = Path(model).absolute() if Path(model).is_dir() else folder_of(str(model))
         checkpoint = adapter.Checkpoint.opened(given, folder.path)
     else:
         adapter.write_checkpoint(model, folder.path)
         checkpoint = adapter.Checkpoint(folder.path)
-    if checkpoint.folder != folder.path:
-        folder = None  # the weights are the user's own file
     journal = Journal()
     if isinstance(checkpoint.weights, WeightFile) and checkpoint.weights.copied:
         journal.tell(
@@ -131,7 +129,7 @@ def serve(
         )
     placer = Placer(describe(checkpoint, servers, policy, folder), checkpoint, journal, folder)
     found = Swarm(checkpoint, placer.make_crew(), journal)
-    placer.enter(found.crew.publish())
+    placer.watch(found.crew.publish())
     if spans is None:
         spans = routing.cut(found.sizes, len(workers))
     if len(spans) > len(workers):

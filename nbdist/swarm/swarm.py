@@ -268,14 +268,19 @@ class Swarm:
             self._placer.kill(self.crew.member(worker).name)
 
     def address(self) -> str:
-        """Return the address with which other processes use the swarm, too: see `connect`."""
+        """Return the address with which other processes use the swarm, too: see `connect`.
+
+        It names the process that decides who serves, and is another one once that process was lost. Asks nobody.
+        """
         return f"{api.current_agent().options.init_method}#{self._placer.address.worker}#{self._placer.address.name}"
 
     def close(self) -> None:
         """Stop serving: the workers drop blocks and caches, and the file of weights that `serve` wrote is removed.
 
         Models made from the swarm then raise UsageError. A second call changes nothing. Raises nothing if a worker is
-        dead or RPC has ended. A swarm that `connect` has returned ends for its own process only.
+        dead or RPC has ended. A swarm that `connect` has returned ends for its own process only; so does one that
+        `serve` has returned, once a worker has become the placer (see `connect`). Then it ends for all with the last
+        process that uses it.
         """
         # Before the workers are offline: a map shows them as they were.
         if not self.ended:

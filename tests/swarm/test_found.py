@@ -14,7 +14,7 @@ from helpers.models import swarm_models
 from helpers.waiting import wait_until
 
 from nbdist.errors import NbdistError, RpcTimeout, UsageError, WorkerLost
-from nbdist.rpc.references.rref import RRef
+from nbdist.rpc.named import NamedObject
 from nbdist.swarm import CacheFull, NoRoute, adapter, model_cache, serve
 from nbdist.swarm.client.crew import Crew
 from nbdist.swarm.directory import routing
@@ -581,7 +581,7 @@ def test_what_was_interrupted_is_brought_to_its_end(world, monkeypatch):
     mine = {swarm.crew.member(name).address.name for name in ("worker1", "worker2")}
     assert mine.issubset(swarm_models.servers_here())
     with monkeypatch.context() as patched:
-        patched.setattr(RRef, "release", interrupted)
+        patched.setattr(NamedObject, "cast", interrupted)
         with pytest.raises(KeyboardInterrupt):
             swarm.close()
     swarm.close()

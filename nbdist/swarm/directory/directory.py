@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from nbdist.swarm.directory.entry import ServerEntry
@@ -69,45 +69,41 @@ class Directory:
         with self._lock:
             return News(self._term, self._changes, self._placer, list(self._entries.values()), list(self._clients))
 
-    def change_all(self, change: Callable[[ServerEntry], ServerEntry]) -> None:
-        """Replace each entry by ``change`` of it, in one step: nobody hears of a part of the change alone."""
+    @contextlib.contextmanager
+    def _changing(self) -> Iterator[None]:
         with self._lock:
-            self._entries = {name: change(entry) for name, entry in self._entries.items()}
+            yield
             self._changes += 1
         self._tell()
 
+    def change_all(self, change: Callable[[ServerEntry], ServerEntry]) -> None:
+        """Replace each entry by ``change`` of it, in one step: nobody hears of a part of the change alone."""
+        with self._changing():
+            self._entries = {name: change(entry) for name, entry in self._entries.items()}
+
     def reset(self, entries: Sequence[ServerEntry], clients: Sequence[Address]) -> None:
-        """Replace the contents by those of another directory; clients that have been entered here stay."""
-        with self._lock:
+        """Replace the entries by those of another directory, and add its clients."""
+        with self._changing():
             self._entries = {entry.name: entry for entry in entries}
             self._clients |= dict.fromkeys(clients)
-            self._changes += 1
-        self._tell()
 
     def enter(self, client: Address) -> None:
         """Add a client of the swarm; does nothing if it is here already."""
-        with self._lock:
+        with self._changing():
             self._clients[client] = None
-            self._changes += 1
-        self._tell()
 
     def leave(self, client: Address) -> bool:
         """Remove a client; return whether no client is left."""
-        with self._lock:
+        with self._changing():
             self._clients.pop(client, None)
-            self._changes += 1
-            alone = not self._clients
-        self._tell()
-        return alone
+        return not self._clients
 
     def add(self, entry: ServerEntry) -> None:
         """Add a new server, in place of an older one on its worker."""
-        with self._lock:
+        with self._changing():
             before = self._entries.pop(entry.name, None)  # so that the new server is the last one
             had = (before.blocks or before.had) if before is not None else ()
             self._entries[entry.name] = entry._replace(had=had)
-            self._changes += 1
-        self._tell()
 
     def change(self, entry: ServerEntry, change: Callable[[ServerEntry], ServerEntry]) -> ServerEntry | None:
         """Replace the entry of the same server by ``change`` of it; return the new one, None if it is not here now."""
