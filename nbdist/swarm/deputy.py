@@ -25,7 +25,7 @@ from nbdist.channel.locked_directory import SharedDirectory
 from nbdist.errors import NbdistError, RpcTimeout, UsageError, WorkerLost
 from nbdist.rpc.api import current_agent
 from nbdist.rpc.named import NotOffered
-from nbdist.swarm.directory.directory import News, Term
+from nbdist.swarm.directory.directory import SwarmNews, Term
 from nbdist.swarm.directory.placing import CLOSED, PlacerReplaced, SwarmFacts
 from nbdist.swarm.directory.succession import successors
 from nbdist.swarm.server.neighbours import Address
@@ -55,7 +55,7 @@ class Deputy:
     """
 
     def __init__(
-        self, facts: SwarmFacts, name: str, news: News, succeed: Callable[[SwarmFacts, News, Term], Any]
+        self, facts: SwarmFacts, name: str, news: SwarmNews, succeed: Callable[[SwarmFacts, SwarmNews, Term], Any]
     ) -> None:
         self._agent = agent = current_agent()
         self._facts, self._news, self._term = facts, news, news.term
@@ -81,13 +81,13 @@ class Deputy:
                 raise PlacerReplaced(self._news)
             self._term = term
 
-    def take(self, news: News) -> None:
+    def take(self, news: SwarmNews) -> None:
         """Hear the placer's news."""
         with self._lock:
             if news.term >= self._term and news.is_newer(self._news):
                 self._news, self._term = news, news.term
 
-    def obey(self, term: Term, news: News, facts: SwarmFacts) -> tuple[News, list[int]]:
+    def obey(self, term: Term, news: SwarmNews, facts: SwarmFacts) -> tuple[SwarmNews, list[int]]:
         """Obey a new placer; return the last news of the placer before, and the blocks that are loaded."""
         self.check(term)
         before = self._news
@@ -149,7 +149,7 @@ class Deputy:
             with contextlib.suppress(NbdistError):  # such as PlacerReplaced, by a deputy that has been faster
                 self.succeed(self._term)
 
-    def succeed(self, term: Term) -> News:
+    def succeed(self, term: Term) -> SwarmNews:
         """Make the next placer here if the one of ``term`` is lost, or does not answer; return the newest news.
 
         Raises UsageError if the swarm was closed.

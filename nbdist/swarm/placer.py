@@ -45,7 +45,7 @@ from nbdist.swarm.client.journal import Journal
 from nbdist.swarm.client.server_record import ServerRecord
 from nbdist.swarm.deputy import Deputy, hold_folder
 from nbdist.swarm.directory import routing
-from nbdist.swarm.directory.directory import Directory, News, Term
+from nbdist.swarm.directory.directory import Directory, SwarmNews, Term
 from nbdist.swarm.directory.entry import ServerEntry
 from nbdist.swarm.directory.placing import CLOSED, FarPlacer, PlacerReplaced, SwarmFacts
 from nbdist.swarm.directory.routing import NoRoute, named
@@ -80,7 +80,7 @@ def describe(checkpoint: adapter.Checkpoint, options: Options, policy: Policy, f
     return SwarmFacts(offer(checkpoint), sizes, options, policy, api.current_agent().me.host, own)
 
 
-def succeed(facts: SwarmFacts, news: News, term: Term) -> Crew:
+def succeed(facts: SwarmFacts, news: SwarmNews, term: Term) -> Crew:
     """Make the placer that follows the one of ``news``, in this process; return its crew, which the agent keeps."""
     checkpoint, folder = None, hold_folder(facts)
     if facts.source.is_here:
@@ -89,7 +89,7 @@ def succeed(facts: SwarmFacts, news: News, term: Term) -> Crew:
     placer = Placer(facts, checkpoint, Journal(), folder, term, news.placer.name)
     crew = placer.make_crew()
     # Not the deputy, whose server may leave.
-    placer.let_go = api.current_agent().at_close(lambda: None if crew else None)
+    placer.let_go = api.current_agent().at_close(partial(setattr, crew, "closed", True))
     try:
         placer.take_over(news)
     except BaseException:
@@ -129,7 +129,7 @@ class Placer:
         self._arranging = threading.RLock()
         agent.named.publish(self.address.name, self, *_CALLED)
         for end in (
-            weakref.finalize(self, agent.on_lost(partial(_tell_loss, weakref.ref(self)))),
+            weakref.finalize(self, agent.on_lost(partial(_tell_loss, weakref.ref(self), agent))),
             weakref.finalize(self, _close_servers, agent, self._directory, self.term, self._made),
         ):
             end.atexit = False  # a process that exits without `close` leaves the swarm to its other clients
@@ -175,7 +175,7 @@ class Placer:
                 if (placer := me()) is not None:
                     placer.leave(watcher)
 
-        def tell(news: News) -> bool:
+        def tell(news: SwarmNews) -> bool:
             if gone or (crew := known()) is None:
                 return False
             with crew.working():
@@ -185,7 +185,7 @@ class Placer:
 
         self._directory.watch(tell)
 
-    def follow(self, news: News) -> Placer | FarPlacer:
+    def follow(self, news: SwarmNews) -> Placer | FarPlacer:
         """Hear news; if they are of a newer placer, step down, and return that one."""
         if news.term <= self.term:
             return self
@@ -197,7 +197,7 @@ class Placer:
         found.client = self.crew.address
         return found
 
-    def take_over(self, before: News) -> None:
+    def take_over(self, before: SwarmNews) -> None:
         """Take the servers over from the placer of the news ``before``, which is lost."""
         crew = self.crew
         with self._arranging, crew.working():
@@ -226,7 +226,7 @@ class Placer:
             for client in self.news().clients:
                 self._keep_told(client)  # until it turns out that nobody is there
 
-    def news(self) -> News:
+    def news(self) -> SwarmNews:
         """Return what the directory has now."""
         return self._directory.news()
 
@@ -524,11 +524,11 @@ class Placer:
             self._folder.leave()
 
 
-def _tell_loss(known: weakref.ref[Placer], record: Record, _: str) -> None:
+def _tell_loss(known: weakref.ref[Placer], agent: Agent, record: Record, _: str) -> None:
     if (placer := known()) is not None:
         for client in placer.news().clients:
             if client.worker == record.name:
-                placer._agent.submit(partial(placer.leave, client))
+                agent.submit(partial(placer.leave, client))
 
 
 def _close_servers(agent: Agent, directory: Directory, term: Term, made: dict[str, RRef[Deputy]]) -> None:

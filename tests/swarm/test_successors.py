@@ -165,6 +165,15 @@ def test_a_member_of_another_host_that_was_lost_and_awakes_reaches_nobody():
         wait_until(lambda: not swarm_models.servers_here())
 
 
+def test_neither_placer_nor_server_is_left(world):
+    swarm = serve(swarm_models.make("llama"), workers=[1])
+    with another(world, swarm.address()) as other:
+        world.kill(1)
+        world.kill(0)
+        with pytest.raises(WorkerLost, match="none of its servers is left to go on without it"):
+            other.join("worker2")
+
+
 # -- real processes -------------------------------------------------------------------------------
 
 

@@ -33,7 +33,7 @@ from nbdist.swarm.carriage import carriage
 from nbdist.swarm.client.journal import Journal
 from nbdist.swarm.client.server_record import ServerRecord
 from nbdist.swarm.directory import routing
-from nbdist.swarm.directory.directory import News
+from nbdist.swarm.directory.directory import SwarmNews
 from nbdist.swarm.directory.placing import CLOSED, PlacerReplaced, Placing, SwarmFacts
 from nbdist.swarm.directory.routing import NoRoute, Span, named
 from nbdist.swarm.server.neighbours import Address
@@ -73,7 +73,7 @@ class Crew:
         self.placing = placing  # another one once the swarm has another placer
         self._journal = journal
         self._members: dict[str, ServerRecord] = {}  # by name of the worker, in the order in which they joined
-        self._known: News | None = None  # the last news, as `_members` has it
+        self._known: SwarmNews | None = None  # the last news, as `_members` has it
         self._choose = random.Random(0)
         # Guards the members and their entries; notified when the directory has changed.
         self._changed = threading.Condition(threading.RLock())
@@ -91,7 +91,7 @@ class Crew:
         self._agent.named.publish(self.address.name, self, "take")
         return self.address
 
-    def take(self, news: News) -> None:
+    def take(self, news: SwarmNews) -> None:
         """Take what the directory has now, unless this crew knows newer news."""
         with self._changed:
             if not news.is_newer(self._known):

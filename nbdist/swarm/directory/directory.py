@@ -18,7 +18,7 @@ class Term(NamedTuple):
     incarnation: int  # of the placer's agent
 
 
-class News(NamedTuple):
+class SwarmNews(NamedTuple):
     """The contents of the directory at one moment. Newer news are larger."""
 
     term: Term
@@ -27,7 +27,7 @@ class News(NamedTuple):
     entries: Sequence[ServerEntry]
     clients: Sequence[Address]
 
-    def is_newer(self, other: News | None) -> bool:
+    def is_newer(self, other: SwarmNews | None) -> bool:
         """Return whether these news are newer than other news, or there are no others."""
         return other is None or self[:2] > other[:2]
 
@@ -41,9 +41,9 @@ class Directory:
         self._clients: dict[Address, None] = {}  # a set with an order
         self._changes = 1
         self._lock = threading.Lock()
-        self._watchers: list[Callable[[News], object]] = []
+        self._watchers: list[Callable[[SwarmNews], object]] = []
 
-    def watch(self, watcher: Callable[[News], object]) -> None:
+    def watch(self, watcher: Callable[[SwarmNews], object]) -> None:
         """Call ``watcher(news)`` now and after each change, in the thread that made it, until it returns False."""
         if watcher(self.news()) is not False:
             self._watchers.append(watcher)
@@ -64,10 +64,10 @@ class Directory:
         """Return the entry of the last server on a worker."""
         return self._entries.get(worker)
 
-    def news(self) -> News:
+    def news(self) -> SwarmNews:
         """Return what the directory has now."""
         with self._lock:
-            return News(self._term, self._changes, self._placer, list(self._entries.values()), list(self._clients))
+            return SwarmNews(self._term, self._changes, self._placer, list(self._entries.values()), list(self._clients))
 
     @contextlib.contextmanager
     def _changing(self) -> Iterator[None]:

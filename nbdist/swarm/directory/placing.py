@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Protocol
 from nbdist.errors import NbdistError, UsageError, WorkerLost
 from nbdist.rpc.api import current_agent
 from nbdist.rpc.named import NotOffered
-from nbdist.swarm.directory.directory import News
+from nbdist.swarm.directory.directory import SwarmNews
 from nbdist.swarm.directory.entry import ServerEntry
 from nbdist.swarm.directory.succession import successors
 from nbdist.swarm.policy import Policy
@@ -26,13 +26,13 @@ _SUCCEED_SECONDS = 60.0  # for that server's answer: it may have to become the p
 class PlacerReplaced(NbdistError):
     """A server has refused an order of the swarm's placer, because another process is the placer now."""
 
-    def __init__(self, news: News) -> None:
+    def __init__(self, news: SwarmNews) -> None:
         super().__init__(
             f"this process did not answer for a while, so a process of {news.placer.worker} decides now which worker "
             "has which blocks of this swarm: call again, and it is asked"
         )
         self.news = news
-        """What the other placer has told."""
+        """The last news of the other placer."""
 
     def __reduce__(self) -> Any:
         return PlacerReplaced, (self.news,)
@@ -52,10 +52,10 @@ class SwarmFacts(NamedTuple):
 class Placing(Protocol):
     """The part of a placer, near or far, that calls and routes need."""
 
-    def follow(self, news: News) -> Placing:
+    def follow(self, news: SwarmNews) -> Placing:
         """Hear newer news; return the placer to ask from now on."""
 
-    def news(self) -> News:
+    def news(self) -> SwarmNews:
         """Return what the directory has now."""
 
     def lost(self, entry: ServerEntry, why: str) -> None:
@@ -79,9 +79,9 @@ class FarPlacer:
         self.client: Address | None = None  # of this process
         self._host = host  # with the file of weights
         self._at_close = at_close
-        self._news: News | None = None
+        self._news: SwarmNews | None = None
 
-    def follow(self, news: News) -> FarPlacer:
+    def follow(self, news: SwarmNews) -> FarPlacer:
         """Ask the placer of these news from now on, if they are the newest."""
         if news.is_newer(self._news):
             self.address, self._news = news.placer, news
@@ -105,9 +105,9 @@ class FarPlacer:
             with contextlib.suppress(NbdistError):  # RPC may have ended
                 current_agent().at(*self.address).cast("leave", client)
 
-    def news(self) -> News:
+    def news(self) -> SwarmNews:
         """Ask what the directory has now."""
-        news: News = self._ask("news", timeout=60.0)
+        news: SwarmNews = self._ask("news", timeout=60.0)
         return news
 
     def lost(self, entry: ServerEntry, why: str) -> None:
@@ -181,7 +181,7 @@ class FarPlacer:
             return False
         for entry in successors(before.entries, {each.incarnation: each.host for each in agent.members()}, self._host):
             with contextlib.suppress(NbdistError):  # such as `CLOSED`; others may know more
-                found: News = agent.at(*entry.address.deputy).ask("succeed", before.term, timeout=_SUCCEED_SECONDS)
+                found: SwarmNews = agent.at(*entry.address.deputy).ask("succeed", before.term, timeout=_SUCCEED_SECONDS)
                 if found.term <= before.term:
                     return False
                 self.follow(found)
