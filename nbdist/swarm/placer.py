@@ -90,11 +90,7 @@ def succeed(facts: SwarmFacts, news: SwarmNews, term: Term) -> Crew:
     crew = placer.make_crew()
     # Not the deputy, whose server may leave.
     placer.let_go = api.current_agent().at_close(partial(setattr, crew, "closed", True))
-    try:
-        placer.take_over(news)
-    except BaseException:
-        placer.stop()
-        raise
+    placer.take_over(news)
     return crew
 
 
@@ -510,10 +506,9 @@ class Placer:
         """
         self._agent.named.withdraw(self._facts.source.name)
         self._agent.named.withdraw(self.address.name)
-        for entry in self._directory.all():
-            if entry.state != "offline":
-                self._release(entry)  # before the state changes, so that a second call repeats it after an interrupt
-                self._directory.change(entry, lambda now: now if now.state == "gone" else now.rested("offline"))
+        # Before the states change, so that a second call repeats it after an interrupt.
+        _close_servers(self._agent, self._directory, self.term, self._made)
+        self._directory.change_all(lambda now: now if now.state == "gone" else now.rested("offline"))
         self.stop()
 
     def stop(self) -> None:

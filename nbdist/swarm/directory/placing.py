@@ -150,45 +150,43 @@ class FarPlacer:
     def _ask(self, method: str, *arguments: Any, timeout: float = 0.0) -> Any:
         # Without a limit by default: servers load blocks. All that is asked may be asked again of the next placer.
         while True:
-            worker = self.address.worker
-            asked = current_agent().at(*self.address).call(method, *arguments, timeout=timeout)
+            agent, news = current_agent(), self._news
+            asked = agent.at(*(news.placer if news else self.address)).call(method, *arguments, timeout=timeout)
             try:
                 while not asked.done():
                     with contextlib.suppress(Exception):  # an error of the call is raised below
                         asked.wait(_PATIENCE)
-                    if not asked.done() and self._find_next():
+                    if not asked.done() and self._find_next(news):
                         break
                 else:
                     return asked.wait()
             except PlacerReplaced as error:
                 self.follow(error.news)
-            except NotOffered:
-                if not self._find_next():
-                    raise UsageError(CLOSED) from None
-            except WorkerLost as error:
-                if any(each.name == worker for each in current_agent().members()):
+            except (NotOffered, WorkerLost) as error:
+                lost = isinstance(error, WorkerLost)
+                if lost and news is not None and agent.member(news.term.incarnation) is not None:
                     raise  # of a worker that was to load blocks
-                if not self._find_next():
+                if not self._find_next(news):
+                    if not lost:
+                        raise UsageError(CLOSED) from None
                     raise WorkerLost(
-                        "the process that served this swarm is gone, and none of its servers is left to go on without "
-                        "it: serve the model again"
+                        "the process that served this swarm is gone, and no server is known that goes on without it: "
+                        "connect to the address of a program that uses the swarm, or serve the model again"
                     ) from error
 
-    def _find_next(self) -> bool:
-        """Have a server find or make another placer; return whether there is one now."""
-        agent, before = current_agent(), self._news
-        if before is None:
-            return False
+    def _find_next(self, before: SwarmNews | None) -> bool:
+        """Have a server find or make another placer than that of the news ``before``; return whether there is one."""
+        if before is None or self._news is None or self._news.term > before.term:  # somebody has told meanwhile
+            return before is not None
+        agent = current_agent()
         for entry in successors(before.entries, {each.incarnation: each.host for each in agent.members()}, self._host):
             with contextlib.suppress(NbdistError):  # such as `CLOSED`; others may know more
                 found: SwarmNews = agent.at(*entry.address.deputy).ask("succeed", before.term, timeout=_SUCCEED_SECONDS)
-                if found.term <= before.term:
-                    return False
                 self.follow(found)
-                if self.client is not None:  # the next placer may not have heard of this client
-                    agent.at(*self.address).cast("watch", self.client)
-                return True
-        return self._news is not before and self._news is not None and self._news.term > before.term
+                if found.term > before.term and self.client is not None:  # the next placer may not have heard of it
+                    agent.at(*found.placer).cast("watch", self.client)
+                break
+        return self._news.term > before.term
 
     def close(self) -> None:
         """End this process's part only."""
