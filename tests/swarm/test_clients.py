@@ -21,59 +21,8 @@ import nbdist
 from nbdist.errors import UsageError
 from nbdist.rpc import api
 from nbdist.swarm import NoRoute, connect, serve
-from nbdist.swarm.directory.directory import Directory, Term
-from nbdist.swarm.directory.entry import ServerEntry
 from nbdist.swarm.directory.placing import FarPlacer
-from nbdist.swarm.server.neighbours import Address
 from nbdist.testing import World
-
-
-def entry(worker, number=1):
-    return ServerEntry(worker, number, Address(worker, f"server {number}"))
-
-
-def new_directory():
-    return Directory(Address("worker0", "swarm 1.1"), Term(1, 1))
-
-
-# -- the directory --------------------------------------------------------------------------------
-
-
-def test_who_watches_gets_all_changes_in_order():
-    directory, heard = new_directory(), []
-    directory.watch(heard.append)
-    directory.add(entry("worker0"))
-    directory.change(entry("worker0"), lambda now: now._replace(state="online", blocks=(1, 2)))
-    directory.change(entry("worker0"), lambda now: now)  # no change
-    versions, contents = [each.changes for each in heard], [each.entries for each in heard]
-    assert versions == sorted(set(versions))
-    assert [len(each) for each in contents] == [0, 1, 1]
-    assert heard[-1] == directory.news()
-    assert contents[-1][0].blocks == (1, 2)
-
-
-def test_who_has_gone_hears_no_more():
-    directory, heard = new_directory(), []
-    directory.watch(lambda news: heard.append(news) or len(heard) < 2)
-    for number in range(4):
-        directory.add(entry(f"worker{number}"))
-    assert len(heard) == 2
-
-
-def test_a_newer_server_takes_the_place_and_keeps_what_the_older_had():
-    directory = new_directory()
-    directory.add(entry("worker0"))
-    directory.add(entry("worker1"))
-    directory.change(entry("worker0"), lambda now: now._replace(state="online", blocks=(3,)))
-    directory.add(entry("worker0", 2))
-    assert [(each.name, each.incarnation, each.had) for each in directory.all()] == [
-        ("worker1", 1, ()),
-        ("worker0", 2, (3,)),
-    ]
-    assert directory.change(entry("worker0", 1), lambda now: now.rested("gone")) is None  # the older one's death
-    assert directory.find("worker0").state == "joining"
-    assert directory.change(entry("worker0", 2), lambda now: now.rested("gone", "killed")).had == (3,)
-
 
 # -- clients --------------------------------------------------------------------------------------
 

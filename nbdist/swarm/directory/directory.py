@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from nbdist.swarm.directory.entry import ServerEntry
 from nbdist.swarm.server.neighbours import Address
+
+_log = logging.getLogger("nbdist.swarm")
 
 
 class Term(NamedTuple):
@@ -44,16 +47,27 @@ class Directory:
         self._watchers: list[Callable[[SwarmNews], object]] = []
 
     def watch(self, watcher: Callable[[SwarmNews], object]) -> None:
-        """Call ``watcher(news)`` now and after each change, in the thread that made it, until it returns False."""
-        if watcher(self.news()) is not False:
-            self._watchers.append(watcher)
+        """Call ``watcher(news)`` now and after each change, in the thread that made it, until it returns False.
+
+        Its errors are logged. News of two threads may overtake each other: see `SwarmNews.is_newer`.
+        """
+        self._watchers.append(watcher)  # first: it must hear of a change that another thread makes meanwhile
+        self._call(watcher, self.news())
 
     def _tell(self) -> None:
         news = self.news()
         for watcher in list(self._watchers):
-            if watcher(news) is False:
-                with contextlib.suppress(ValueError):  # another thread has removed it
-                    self._watchers.remove(watcher)
+            self._call(watcher, news)
+
+    def _call(self, watcher: Callable[[SwarmNews], object], news: SwarmNews) -> None:
+        try:
+            is_over = watcher(news) is False
+        except Exception:  # neither the thread that made the change nor the other clients have caused it
+            _log.exception("a client of a swarm could not be told of its servers")
+            return
+        if is_over:
+            with contextlib.suppress(ValueError):  # another thread has removed it
+                self._watchers.remove(watcher)
 
     def all(self) -> list[ServerEntry]:
         """Return the entries. If a worker has had several servers, the last one."""
