@@ -6,7 +6,6 @@ import argparse
 import contextlib
 import signal
 import sys
-import threading
 from collections.abc import Sequence
 
 from nbdist import __version__
@@ -79,11 +78,11 @@ def _serve(given: argparse.Namespace) -> int:
         swarm = nbdist.swarm.serve(given.model, workers=range(given.workers))
         endpoint = swarm.http(given.http, given.host, key=not given.no_key)
         # A script that starts this with `&` has SIGINT ignored, and systemd and Docker send SIGTERM.
-        ended = threading.Event()
         for each in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(each, lambda *_: ended.set())
+            signal.signal(each, signal.default_int_handler)
         print(f"{swarm}\n{endpoint}\nCtrl-C ends it.", flush=True)
-        ended.wait()
+        with contextlib.suppress(KeyboardInterrupt):
+            endpoint.wait()
         endpoint.close()
         swarm.close()
     return 0

@@ -45,7 +45,7 @@ from nbdist.swarm.client.journal import Journal
 from nbdist.swarm.client.server_record import ServerRecord
 from nbdist.swarm.deputy import Deputy, hold_folder
 from nbdist.swarm.directory import routing
-from nbdist.swarm.directory.directory import Directory, SwarmNews, Term
+from nbdist.swarm.directory.directory import Directory, SwarmNews, Term, Usage
 from nbdist.swarm.directory.entry import ServerEntry
 from nbdist.swarm.directory.placing import CLOSED, FarPlacer, PlacerReplaced, SwarmFacts
 from nbdist.swarm.directory.routing import NoRoute, named
@@ -67,7 +67,8 @@ _OBEY_SECONDS = 10.0  # for a server to answer a new placer
 _NOBODY = (WorkerLost, NotOffered)  # the errors of a client that is gone
 # The methods that other clients call; the rest is for the process of the placer.
 _CALLED = (
-    *("facts", "watch", "leave", "news", "lacks", "mend", "join", "relieve", "dismiss", "shift", "unload", "kill"),
+    *("facts", "watch", "leave", "news", "lacks", "note_usage", "mend"),
+    *("join", "relieve", "dismiss", "shift", "unload", "kill"),
 )
 
 
@@ -235,6 +236,10 @@ class Placer:
         self._directory.change(
             entry, lambda now: now._replace(blocks=tuple(each for each in now.blocks if each not in blocks))
         )
+
+    def note_usage(self, client: int, usage: Usage) -> None:
+        """Note what a client has of the swarm, for the maps of all clients."""
+        self._directory.note_usage(client, usage)
 
     # -- who has what -------------------------------------------------------------------------
 

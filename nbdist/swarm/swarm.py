@@ -171,11 +171,15 @@ class Swarm:
         For a closed swarm, the servers are described as they were just before it was closed.
 
         Returns:
-            A dict of JSON values: ``count`` of blocks, their ``bytes``, ``servers`` (a dict each), and the ``route``,
-            ``session`` and ``log`` of `Journal.told`.
+            A dict of JSON values: ``count`` of blocks, their ``bytes``, ``servers`` and ``clients`` (a dict each), and
+            the ``route``, ``session`` and ``log`` of `Journal.told`. The clients are those that have something of the
+            swarm, this process first; others as they were a second ago.
         """
         servers = self._describe_members() if self._closed is None else self._closed
-        return {"count": len(self), "bytes": sum(self.sizes), "servers": servers, **self.journal.told()}
+        others = [usage for client, usage in self.crew.usage.items() if client != self.crew.incarnation]
+        clients = [] if self.ended else [each for each in (self.sessions.usage(), *others) if each]
+        sizes = {"count": len(self), "bytes": sum(self.sizes)}
+        return {**sizes, "servers": servers, "clients": clients, **self.journal.told()}
 
     def listen(self, callback: Callable[[], None]) -> Callable[[], None]:
         """Call ``callback()`` whenever the swarm changes; return a function that removes the callback.
@@ -438,7 +442,11 @@ class Swarm:
                 "the model came without a tokenizer: pass one, http(tokenizer=AutoTokenizer.from_pretrained(...))"
             ) from error
         model = self.causal_lm()
-        return Endpoint(model, tokenizer, name, lambda: self.states, limits, host=host, port=port, key=key, hosts=hosts)
+        endpoint = Endpoint(
+            model, tokenizer, name, lambda: self.states, limits, host=host, port=port, key=key, hosts=hosts
+        )
+        self.sessions.endpoints.add(endpoint)
+        return endpoint
 
     def _model(self, kind: str, recover: Recover | None, num_labels: int | None = None) -> Any:
         self.crew.check_open()

@@ -31,15 +31,19 @@ _KINDS = {
     "missing": "with nobody",
 }
 _NUMBER = re.compile(r"(\d+)")
+_PROCESS = re.compile(r"^client\d+$")  # a client that is no worker, with its process id
 _SERVING = ("online", "draining")  # the states in which a worker's blocks can be used
 # The parts of a log line that differ in each run, and are left out of lasting pictures: session ids and times.
 _VARIES_BY_RUN = re.compile(r"(?<=\bsession) [0-9a-f]+\.\d+|, [\d.]+ (?:µs|ms|s)\b")
 
 
 def snapshot_of(swarm: Swarm) -> dict[str, Any]:
-    """Return a swarm's snapshot for a map: one server for each worker, in order, and ``"over"`` if it has ended."""
+    """Return a swarm's snapshot for a map: one server for each worker, in order; ``"over"`` if it has ended.
+
+    ``"users"`` has a line for each client.
+    """
     found = swarm.snapshot()
-    return {**found, "servers": in_order(found["servers"]), "over": swarm.ended}
+    return {**found, "servers": in_order(found["servers"]), "over": swarm.ended, "users": users(found["clients"])}
 
 
 def in_order(servers: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
@@ -104,7 +108,8 @@ def as_html(snapshot: Mapping[str, Any], *, lasting: bool = False) -> str:
 
     With ``lasting``, times, rates, session ids and other values that differ in each run are left out.
     """
-    lines = [_head(snapshot), *_session(snapshot, lasting=lasting)]
+    used = users(snapshot["clients"], lasting=True) if lasting else snapshot["users"]
+    lines = [_head(snapshot), *_session(snapshot, lasting=lasting), *([] if snapshot["over"] else used)]
     known = lasting or snapshot["over"]  # then cache, sessions and steps are left out
     rows = [_row(server, lasting=known, over=snapshot["over"]) for server in snapshot["servers"]]
     faint = [n for n, server in enumerate(snapshot["servers"]) if server["state"] == "gone" or snapshot["over"]]
@@ -206,6 +211,22 @@ def _session(snapshot: Mapping[str, Any], *, lasting: bool) -> list[str]:
         way = (f"{name} {_numbers([MapPart(begin, end, 'route')])}" for name, begin, end in snapshot["route"])
         lines.append(f"route: {' → '.join(way)}")
     return lines
+
+
+def users(clients: Iterable[Mapping[str, Any]], *, lasting: bool = False) -> list[str]:
+    """Return a line for each client of a swarm; with ``lasting``, only with the number of its sessions."""
+    return [_user(client, lasting=lasting) for client in clients]
+
+
+def _user(client: Mapping[str, Any], *, lasting: bool) -> str:
+    sessions = counted(client["sessions"], "session")
+    if lasting:
+        return f"used by {_PROCESS.sub('another program', client['name'])}: {sessions}"
+    rate = f", {client['rate']:.1f} tokens/s" if client["rate"] else ""
+    cache = f", {size(client['cache'])} of caches" if client["cache"] else ""
+    written, waiting = client["texts"]
+    texts = f", over HTTP {counted(written, 'text')}, and {waiting} wait" if written or waiting else ""
+    return f"used by {client['name']}: {sessions}{rate}{cache}{texts}"
 
 
 def _legend(snapshot: Mapping[str, Any]) -> str:

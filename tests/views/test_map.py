@@ -53,6 +53,24 @@ def test_a_picture_in_which_everything_has_its_place(swarm):
         assert top + tall <= height
 
 
+def client(name, sessions=1, rate=0.0, cache=0, texts=(0, 0)):
+    return {"name": name, "sessions": sessions, "rate": rate, "cache": cache, "texts": texts}
+
+
+def test_who_uses_it_is_said():
+    clients = [client("notebook"), client("client4711", 2, 23.44, 1_200_000, (1, 3)), client("<b>")]
+    swarm = Swarm(2, clients=clients)
+    assert snapshot_of(swarm)["users"][:2] == [
+        "used by notebook: 1 session",
+        "used by client4711: 2 sessions, 23.4 tokens/s, 1.2 MB of caches, over HTTP 1 text, and 3 wait",
+    ]
+    assert "4711: 2 sessions, 23.4 tokens/s" in as_html(snapshot_of(swarm))
+    saved = as_html(snapshot_of(swarm), lasting=True)
+    assert "<div>used by another program: 2 sessions</div><div>used by &lt;b&gt;: 1 session</div>" in saved
+    swarm.ended = True
+    assert "used by" not in as_html(snapshot_of(swarm)) + as_html(snapshot_of(swarm), lasting=True)
+
+
 @pytest.mark.parametrize("lasting", [True, False])
 def test_of_a_swarm_that_is_over_nobody_misses_blocks(lasting):
     swarm = three()

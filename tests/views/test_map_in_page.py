@@ -69,6 +69,9 @@ def test_a_worker_is_killed_while_a_text_is_written(front, press, tmp_path, requ
         page.run(2)
         view.get_by_text(re.compile(r"writing, \d+ tokens, .* tokens/s")).wait_for()
         page.expect(view).to_contain_text("route: worker0 0-1 → worker1 2-3 → worker2 4-5")
+        page.expect(view).to_contain_text(
+            re.compile(r"used by notebook: 1 session, [\d.]+ tokens/s, [\d.]+ KB of caches")
+        )
         assert [held(rows.nth(n), "route") for n in range(3)] == [60, 60, 60]
         page.expect(rows.nth(0)).to_contain_text(" KB of 1.0 MB")
         press(view.get_by_role("button", name="Kill worker2"))

@@ -18,12 +18,12 @@ import random
 import threading
 import time
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from nbdist.autograd.api import recorder
-from nbdist.errors import NbdistError, RpcTimeout, UsageError, WorkerLost
+from nbdist.errors import Interrupted, NbdistError, RpcTimeout, UsageError, WorkerLost
 from nbdist.rpc import api
 from nbdist.rpc.futures import Future
 from nbdist.rpc.named import NotOffered
@@ -33,7 +33,7 @@ from nbdist.swarm.carriage import carriage
 from nbdist.swarm.client.journal import Journal
 from nbdist.swarm.client.server_record import ServerRecord
 from nbdist.swarm.directory import routing
-from nbdist.swarm.directory.directory import SwarmNews
+from nbdist.swarm.directory.directory import SwarmNews, Usage
 from nbdist.swarm.directory.placing import CLOSED, PlacerReplaced, Placing, SwarmFacts
 from nbdist.swarm.directory.routing import NoRoute, Span, named
 from nbdist.swarm.server.neighbours import Address
@@ -45,8 +45,12 @@ if TYPE_CHECKING:
     from nbdist.wire.messages import Record
 
 _FIRST_BAN_SECONDS = 5.0  # `ServerRecord.ban` doubles them with each failure
+_HALTED_SECONDS = 0.25  # between two looks whether the result of a long wait is still wanted
 _numbers = itertools.count()
 _LATER = ("step",)  # the methods of a server that return a future of their result
+
+Halted = Callable[[], bool] | None
+"""Returns whether nobody wants a text any more. Waits for cache memory end then."""
 
 
 class Gone(NbdistError):
@@ -73,6 +77,7 @@ class Crew:
         self.placing = placing  # another one once the swarm has another placer
         self._journal = journal
         self._members: dict[str, ServerRecord] = {}  # by name of the worker, in the order in which they joined
+        self.usage: Mapping[int, Usage] = {}  # what clients had when they last told the directory
         self._known: SwarmNews | None = None  # the last news, as `_members` has it
         self._choose = random.Random(0)
         # Guards the members and their entries; notified when the directory has changed.
@@ -80,6 +85,7 @@ class Crew:
         self.closed = False
         self.address: Address | None = None  # at which placers tell it news
         self._agent = api.current_agent()
+        self.name = self._agent.me.name
         self.incarnation = self._agent.me.incarnation  # when a server loses this agent, it drops this client's sessions
         weakref.finalize(self, self._agent.on_lost(partial(_tell_loss, weakref.ref(self)))).atexit = False
 
@@ -96,7 +102,7 @@ class Crew:
         with self._changed:
             if not news.is_newer(self._known):
                 return
-            self._known, known, self._members = news, self._members, {}
+            self._known, known, self._members, self.usage = news, self._members, {}, news.usage
             for entry in news.entries:
                 member = self._members[entry.name] = known.get(entry.name) or ServerRecord(entry)
                 if member.address != entry.address:  # a newer server of the same worker
@@ -145,6 +151,8 @@ class Crew:
         member = next((each for each in self.members if each.incarnation == incarnation), None)
         if member is not None:
             self.forsake(member, why)
+        if incarnation in self.usage:
+            self.note_usage(incarnation, {})
 
     def forsake(self, member: ServerRecord, why: object) -> None:
         """Mark one server as "gone", as `lose` does, after a call to it has failed."""
@@ -167,6 +175,11 @@ class Crew:
             seconds = member.ban(time.monotonic(), self.ban_seconds, why or "did not answer")
         told = why or f"did not answer for {self.policy.step_timeout:g} s"
         self._journal.tell(f"{member.name} {told}: it is left alone for {seconds:g} s")
+
+    def note_usage(self, client: int, usage: Usage) -> None:
+        """Tell the directory what the client with this incarnation has now, without waiting."""
+        with self.working():
+            self.placing.note_usage(client, usage)
 
     @property
     def ended(self) -> bool:
@@ -292,16 +305,21 @@ class Crew:
             except (NoSession, TimeoutError) as error:
                 raise Forgotten(f"{member.name}: {error}") from error.with_traceback(None)
 
-    def outwait(self, member: ServerRecord, asked: Future[Any], within: float | None = None) -> Any:
+    def outwait(
+        self, member: ServerRecord, asked: Future[Any], within: float | None = None, halted: Halted = None
+    ) -> Any:
         """Wait for a call that may take long, like `answer`, as long as its worker answers other calls meanwhile.
 
-        Calls the worker every ``within`` seconds, by default `Policy.step_timeout`; no answer raises `Gone`.
+        Calls the worker every ``within`` seconds, by default `Policy.step_timeout`; no answer raises `Gone`. Raises
+        `Interrupted` soon after ``halted()`` is true: nobody waits for the result any more.
         """
         within = self.policy.step_timeout if within is None else within
         with member.asked():
             while not asked.done():
                 with contextlib.suppress(Exception):  # an error of the call is raised by `answer` below
-                    asked.wait(within)
+                    asked.wait(within if halted is None else _HALTED_SECONDS)
+                if halted is not None and halted():
+                    raise Interrupted("nobody waits for this text any more: its client has hung up, or its server ends")
                 if not asked.done():  # call the worker, not the server: the server may not exist yet
                     self.answer(member, api.rpc_async(member.name, _do_nothing, timeout=within))
         return self.answer(member, asked)

@@ -17,12 +17,17 @@ _log = logging.getLogger("nbdist.swarm")
 _LINES_KEPT = 200
 _LINES_SHOWN = 50  # on a map
 _RATE_STEPS = 20  # steps over which the tokens per second of a session are measured
+_PACE_SECONDS = 2.0  # over which those of all sessions are measured
+_PACE_STEPS = 2000  # in that time, at most
 # Seconds without a step after which a session is shown as idle: between two steps its client computes a moment.
 _IDLE_SECONDS = 2.0
 
 
 class SteppedSession(Protocol):
     """The parts of a `nbdist.swarm.client.session.Session` that a map shows."""
+
+    rows: int
+    """The number of sequences."""
 
     @property
     def id(self) -> str:
@@ -50,6 +55,9 @@ class Journal:
         self._session: weakref.ref[SteppedSession] | None = None  # that took the last step
         # The time and the number of tokens of each of that session's last steps.
         self._steps: deque[tuple[float, int]] = deque(maxlen=_RATE_STEPS)
+        # The time and the number of tokens, of all sequences, of the last steps of all sessions; without the first step
+        # of each session, which reads the prompt.
+        self._written: deque[tuple[float, int]] = deque(maxlen=_PACE_STEPS)
         self._lock = threading.Lock()
 
     @property
@@ -90,7 +98,16 @@ class Journal:
                 self._session = weakref.ref(session)
                 self._steps.clear()  # the rate is of one session
             self._steps.append((time.monotonic(), tokens))
+            if session.tokens > tokens:
+                self._written.append((time.monotonic(), tokens * session.rows))
         self.news()
+
+    @property
+    def pace(self) -> float:
+        """The tokens that all sessions write in a second, as of the last two seconds."""
+        since = time.monotonic() - _PACE_SECONDS
+        with self._lock:
+            return round(sum(tokens for at, tokens in self._written if at > since) / _PACE_SECONDS, 1)
 
     def told(self) -> dict[str, Any]:
         """Return the data for a map: ``route`` and ``session`` of the session that took the last step, and the ``log``.

@@ -25,7 +25,7 @@ from nbdist.errors import UsageError
 from nbdist.swarm import adapter, model_cache, stacking
 from nbdist.swarm.adapter import LayerCall
 from nbdist.swarm.client import stateless
-from nbdist.swarm.client.crew import Gone
+from nbdist.swarm.client.crew import Gone, Halted
 from nbdist.swarm.client.session import Session
 from nbdist.swarm.client.sessions import Sessions
 from nbdist.swarm.policy import Recover
@@ -51,6 +51,7 @@ class _Notes(threading.local):
     cache: Any = None  # among those arguments
     only = False  # True if layers only note their arguments: nothing is sent, and the cache stays unchanged
     expected = 0  # the tokens that the next session will have at its end; 0 if unknown
+    halted: Halted = None  # of the next sessions
 
 
 class Passage:
@@ -133,7 +134,8 @@ class _StandIn(nn.Module):
             if not self._number:
                 notes.calls = []
                 if cache is not None and not hasattr(cache, "nbdist"):
-                    passage.sessions.begin(cache, expected=notes.expected, recover=passage.recover)
+                    session = passage.sessions.begin(cache, expected=notes.expected, recover=passage.recover)
+                    session.halted = notes.halted
             notes.calls.append(told)
             notes.given = args, kwargs
         if self._number == self._count - 1:

@@ -45,7 +45,7 @@ from nbdist.rpc.futures import Future
 from nbdist.swarm import adapter, model_cache
 from nbdist.swarm.carriage import carriage
 from nbdist.swarm.client import merging
-from nbdist.swarm.client.crew import Crew, Gone
+from nbdist.swarm.client.crew import Crew, Gone, Halted
 from nbdist.swarm.client.journal import Journal
 from nbdist.swarm.client.server_record import ServerRecord
 from nbdist.swarm.directory.routing import NoRoute, Span, named
@@ -67,6 +67,7 @@ class _Part:
     span: Span
     member: ServerRecord
     history: History
+    cache: int = 0  # bytes that the server has reserved for the span, as of its last reply
     # True if the server may have computed something for the session, so that its caches may not be empty.
     used: bool = False
     # The part to which the server has been told to push its output.
@@ -91,6 +92,7 @@ class Session:
         self._empty = empty  # the cache with which servers begin
         self._begin, self._end = begin, end
         self._expected = expected
+        self.halted: Halted = None
         self.rows = 1  # the sequences in the batch, as of the last step
         self._before: list[Operation] = []  # on the client's cache since the last step
         self._parts: list[_Part] = []  # the route; empty before the first step
@@ -107,6 +109,11 @@ class Session:
     def tokens(self) -> int:
         """The number of tokens of each sequence in the caches."""
         return self._parts[0].history.tokens if self._parts else 0
+
+    @property
+    def cache(self) -> int:
+        """The bytes that servers have reserved for the session."""
+        return sum(part.cache for part in list(self._parts))
 
     def note(self, name: str, args: tuple[Any, ...]) -> None:
         """Record an operation on the client's cache, as ("crop", (-2,)). Servers repeat it before the next step."""
@@ -265,6 +272,7 @@ class Session:
         tokens = own.hidden.shape[0] * own.hidden.shape[1]
         # Also ends the server's ban and its strikes: else each later ban would last twice as long.
         part.member.answered(reply, elapsed, tokens, len(own.calls))
+        part.cache = reply.reserved
         found: torch.Tensor = reply.result
         return found
 
@@ -305,7 +313,7 @@ class Session:
             # One after the other, in the order of the route: two sessions that each hold memory on one server and wait
             # for memory on the other would wait for ever.
             if limited:
-                crew.outwait(part.member, answer)
+                crew.outwait(part.member, answer, halted=self.halted)
             else:
                 asked.append((part, answer))
         for part, answer in asked:

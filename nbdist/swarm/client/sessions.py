@@ -4,7 +4,8 @@ A session lasts as long as its cache on the client::
 
     the cache is collected ── its finaliser, in any thread ── id ──► thread "swarm settles" ── `over` ──► servers
 
-The finaliser must not call servers: Python may collect garbage in the middle of any other call.
+The finaliser must not call servers: Python may collect garbage in the middle of any other call. The thread also tells
+the swarm's directory, once a second at most, what this client has of the swarm.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import queue
 import threading
+import time
 import weakref
 from typing import Any
 
@@ -20,7 +22,12 @@ from nbdist.swarm import model_cache
 from nbdist.swarm.client.crew import Crew
 from nbdist.swarm.client.journal import Journal
 from nbdist.swarm.client.session import Session
+from nbdist.swarm.directory.directory import Usage
 from nbdist.swarm.policy import Recover, check_recover
+
+_TELLING_SECONDS = 1.0  # between two times at which the directory is told what this client has
+
+_BEGUN = ""  # in the place of an id: a session has begun
 
 
 class Sessions:
@@ -32,7 +39,8 @@ class Sessions:
         self._journal = journal
         self._lock = threading.Lock()  # guards the set of sessions and the start of the thread
         self._open: weakref.WeakSet[Session] = weakref.WeakSet()
-        # Ids of sessions whose caches are gone; None ends the thread.
+        self.endpoints: weakref.WeakSet[Any] = weakref.WeakSet()  # over HTTP, that have texts written
+        # Ids of sessions whose caches are gone, and `_BEGUN`; None ends the thread.
         self._over: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         self._settler: threading.Thread | None = None
         weakref.finalize(self, self._over.put, None).atexit = False
@@ -63,6 +71,7 @@ class Sessions:
                     target=_close_sessions, args=(weakref.ref(self), self._over), name="swarm settles", daemon=True
                 )
                 self._settler.start()
+        self._over.put(_BEGUN)
         # `SimpleQueue.put` is reentrant: Python may run this finaliser in the middle of another `put`.
         weakref.finalize(cache, self._over.put, session.id).atexit = False
         return session
@@ -76,6 +85,17 @@ class Sessions:
         with self._lock:
             return list(self._open)
 
+    def usage(self) -> Usage:
+        """Return what this client has of the swarm now, as JSON for maps; {} for nothing.
+
+        ``sessions`` and ``texts`` (those written and those that wait, of its HTTP endpoints) are numbers, ``rate`` is
+        in tokens a second, and ``cache`` the bytes that servers have reserved.
+        """
+        sessions = self.open()
+        texts = [sum(each) for each in zip((0, 0), *(each.texts for each in list(self.endpoints)), strict=True)]
+        counts = {"sessions": len(sessions), "cache": sum(each.cache for each in sessions), "texts": texts}
+        return {"name": self.crew.name, "rate": self._journal.pace, **counts} if sessions or any(texts) else {}
+
     def over(self, session: str) -> None:
         """Tell all servers, without waiting, to drop the session with this id: its cache is gone, or it was closed."""
         self.crew.abandon(session)
@@ -88,10 +108,23 @@ class Sessions:
 
 def _close_sessions(sessions: weakref.ref[Sessions], over: queue.SimpleQueue[str | None]) -> None:
     """Close sessions whose ids arrive on ``over``, until None arrives. The thread "swarm settles" runs this."""
-    while (session := over.get()) is not None:
+    told: Usage = {}
+    due, idle = 0.0, True  # when the directory may be told again; whether there is nothing to tell
+    while True:
+        session: str | None = _BEGUN
+        with contextlib.suppress(queue.Empty):
+            session = over.get(timeout=None if idle else max(0.0, due - time.monotonic()))
         # Weak while it waits: a swarm that nobody uses must end, and its thread with it.
-        if (found := sessions()) is None:
+        if session is None or (found := sessions()) is None:
             return
+        idle = False
         with contextlib.suppress(Exception):  # an error must not end the thread: no further session would be closed
-            found.over(session)
+            if session != _BEGUN:
+                found.over(session)
+            if time.monotonic() >= due:
+                due = time.monotonic() + _TELLING_SECONDS
+                before, told = told, found.usage()
+                idle = not told
+                if told != before:
+                    found.crew.note_usage(found.crew.incarnation, told)
         del found  # before the next wait

@@ -3,7 +3,7 @@
 ============  ================================================================================
 `routing`     chooses routes and servers; pure
 `entry`       one server, as all clients know it
-`directory`   the entries, which clients read again after changes
+`directory`   the entries, and what clients have, which clients read again after changes
 `succession`  chooses the next placer when the placer is lost; pure
 `placing`     what a client asks of the placer, and the placer in another process
 ============  ================================================================================

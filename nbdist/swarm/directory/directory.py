@@ -1,17 +1,19 @@
-"""The servers of a swarm: one table, which the placer changes and all clients read."""
+"""The servers of a swarm, and what its clients have of it: one table, which all clients read."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from nbdist.swarm.directory.entry import ServerEntry
 from nbdist.swarm.server.neighbours import Address
 
 _log = logging.getLogger("nbdist.swarm")
+Usage = dict[str, Any]
+"""The sessions, caches and texts of one client, as `Sessions.usage` makes it: JSON for maps; {} for none."""
 
 
 class Term(NamedTuple):
@@ -29,6 +31,7 @@ class SwarmNews(NamedTuple):
     placer: Address
     entries: Sequence[ServerEntry]
     clients: Sequence[Address]
+    usage: Mapping[int, Usage]  # by the incarnations of the clients' agents
 
     def is_newer(self, other: SwarmNews | None) -> bool:
         """Return whether these news are newer than other news, or there are no others."""
@@ -42,6 +45,7 @@ class Directory:
         self._placer, self._term = placer, term
         self._entries: dict[str, ServerEntry] = {}
         self._clients: dict[Address, None] = {}  # a set with an order
+        self._usage: dict[int, Usage] = {}  # of those that have anything
         self._changes = 1
         self._lock = threading.Lock()
         self._watchers: list[Callable[[SwarmNews], object]] = []
@@ -81,7 +85,8 @@ class Directory:
     def news(self) -> SwarmNews:
         """Return what the directory has now."""
         with self._lock:
-            return SwarmNews(self._term, self._changes, self._placer, list(self._entries.values()), list(self._clients))
+            entries, clients = list(self._entries.values()), list(self._clients)
+            return SwarmNews(self._term, self._changes, self._placer, entries, clients, self._usage.copy())
 
     @contextlib.contextmanager
     def _changing(self) -> Iterator[None]:
@@ -111,6 +116,15 @@ class Directory:
         with self._changing():
             self._clients.pop(client, None)
         return not self._clients
+
+    def note_usage(self, client: int, usage: Usage) -> None:
+        """Note what the client with this incarnation has now, in place of what it had."""
+        with self._lock:
+            if not self._usage.pop(client, None) and not usage:
+                return
+            self._usage |= {client: usage} if usage else {}
+            self._changes += 1
+        self._tell()
 
     def add(self, entry: ServerEntry) -> None:
         """Add a new server, in place of an older one on its worker."""

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Protocol
 from nbdist.errors import NbdistError, UsageError, WorkerLost
 from nbdist.rpc.api import current_agent
 from nbdist.rpc.named import NotOffered
-from nbdist.swarm.directory.directory import SwarmNews
+from nbdist.swarm.directory.directory import SwarmNews, Usage
 from nbdist.swarm.directory.entry import ServerEntry
 from nbdist.swarm.directory.succession import successors
 from nbdist.swarm.policy import Policy
@@ -64,6 +64,9 @@ class Placing(Protocol):
     def lacks(self, entry: ServerEntry, blocks: Sequence[int]) -> None:
         """Hear that a server does not have blocks which it should have."""
 
+    def note_usage(self, client: int, usage: Usage) -> None:
+        """Hear what a client has of the swarm now, without waiting; also that a lost client has nothing."""
+
     def mend(self, begin: int, end: int, without: Sequence[str] = ()) -> None:
         """Let servers load the blocks of the range that no server has, but for those on the workers ``without``.
 
@@ -116,6 +119,11 @@ class FarPlacer:
     def lacks(self, entry: ServerEntry, blocks: Sequence[int]) -> None:
         """Tell the placer."""
         self._ask("lacks", entry, tuple(blocks))
+
+    def note_usage(self, client: int, usage: Usage) -> None:
+        """Tell the placer what this process has. Its own agent hears of lost clients, as of lost servers."""
+        if client == current_agent().me.incarnation:
+            current_agent().at(*self.address).cast("note_usage", client, usage)
 
     def mend(self, begin: int, end: int, without: Sequence[str] = ()) -> None:
         """Ask the placer to, and wait."""

@@ -9,6 +9,7 @@ import secrets
 import shlex
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -99,10 +100,27 @@ class Endpoint:
         with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
             runner.run(self._server.serve([self._socket]))
 
+    @property
+    def texts(self) -> tuple[int, int]:
+        """The number of texts that are written now, and of those that wait for their turn."""
+        return self._app.limits.running, self._app.limits.queued
+
     def interrupt(self) -> None:
         """End all texts that are written or wait: their clients get an error. New requests are answered as before."""
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._app.end_all, "the text was interrupted at the server")
+
+    def wait(self) -> None:
+        """Serve in the foreground, until `close`. Ctrl-C, or the notebook's stop button, ends all texts and the wait.
+
+        The texts end as by `interrupt`, and KeyboardInterrupt is raised; the endpoint stays open.
+        """
+        try:
+            while self._thread.is_alive():
+                time.sleep(0.1)  # not `join`: Python 3.11 takes a thread for ended if its `join` is interrupted
+        except BaseException:
+            self.interrupt()
+            raise
 
     def close(self) -> None:
         """End the server; texts end as by `interrupt`. A second call changes nothing. The swarm stays open."""

@@ -46,10 +46,7 @@ class RequestTexts:
         self._come.put_nowait(error)
 
     def halt(self) -> None:
-        """Give up the turns that have not come, and stop each thread after the token that it is at.
-
-        A thread that waits for cache memory keeps its turn until that wait ends.
-        """
+        """Give up the turns that have not come; stop each thread after its token, or its wait for cache memory."""
         self._halted.set()
         self._limits.withdraw(self._starts)
 

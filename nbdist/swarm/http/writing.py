@@ -87,6 +87,8 @@ class Writing:
 
         ids = torch.tensor([self._prompt])
         options = {"logits_processor": [pick], "stopping_criteria": [is_done], "generation_config": config}
+        if (passage := getattr(model, "nbdist", None)) is not None:  # a swarm's; the notes are this thread's
+            passage.notes.halted = halted
         if not halted():
             model.generate(ids, attention_mask=torch.ones_like(ids), **options)
         if self._finish is None:  # halted, or ended by the model's configuration, such as its `max_time`

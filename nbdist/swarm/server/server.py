@@ -345,7 +345,7 @@ class Server:
                 if hidden is not None:
                     seconds = self._take(key, session, asked, hidden)
                 assert session.last is not None  # a step was taken
-                asked.settle(self._reply(session.last, seconds), None)
+                asked.settle(self._reply(session.last, seconds, session), None)
             except BaseException as error:  # it goes to the client that called for the step
                 asked.settle(None, error)
                 # An Exception is an answer, and this thread goes on. Any other error ends it, so another thread must be
@@ -355,8 +355,9 @@ class Server:
                         session.busy = False
                     raise
 
-    def _reply(self, result: Any, seconds: float) -> StepReply:
-        return StepReply(result, seconds, self._room.used, self._count(), self._steps)
+    def _reply(self, result: Any, seconds: float, session: ServerSession | None = None) -> StepReply:
+        reserved = 0 if session is None else self._room.of(session)
+        return StepReply(result, seconds, self._room.used, self._count(), self._steps, reserved)
 
     def _take(self, key: tuple[str, int], session: ServerSession, asked: StepCall, hidden: torch.Tensor) -> float:
         """Compute one step on the computing thread and push its output; return the seconds that it took.
@@ -403,7 +404,7 @@ class Server:
                 if asked.push and session.next is not None:
                     session.next[0].hand_on(key[0], session.next[1], asked.number, found)
                 elif fits:  # else the second reservation may fail, and its error is the answer
-                    asked.settle(self._reply(found, seconds), None)
+                    asked.settle(self._reply(found, seconds, session), None)
             return seconds
 
         seconds: float = self._run("step", rows * tokens, asked.points, (work, None))

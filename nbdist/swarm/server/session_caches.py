@@ -33,6 +33,7 @@ class StepReply(NamedTuple):
     cache: int  # bytes reserved for caches on the server
     sessions: int  # on the server
     steps: int  # that the server has computed
+    reserved: int = 0  # bytes of these caches that the session's span has
 
 
 @dataclass(eq=False)

@@ -134,7 +134,7 @@ function render({ model, el }) {
   function draw() {
     const snapshot = model.get("snapshot");
     say(head, headTold(snapshot));
-    say(session, sessionTold(snapshot));
+    say(session, [sessionTold(snapshot), ...(snapshot.over ? [] : snapshot.users)].filter(Boolean).join("\n"));
     drawRuler(snapshot.count);
     const order = snapshot.servers.map(({ name }) => name); // each worker has one row, which the kernel has put in order
     order.forEach((name, index) => {

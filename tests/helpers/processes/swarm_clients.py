@@ -47,6 +47,15 @@ def change(address):
     return found
 
 
+def clients(address):
+    """What is told here of all clients."""
+    swarm = connect(address)
+    try:
+        return {each["name"]: each for each in swarm.snapshot()["clients"]}
+    finally:
+        swarm.close()
+
+
 # -- who serves, and may be lost ------------------------------------------------------------------
 
 

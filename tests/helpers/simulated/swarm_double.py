@@ -8,7 +8,7 @@ class Swarm:
 
     def __init__(self, count=30, servers=(), *, ended=False, **more):
         self.told = {"count": count, "bytes": 18_000_000 * count, "servers": list(servers)}
-        self.told |= {"route": [], "session": None, "log": [], **more}
+        self.told |= {"clients": [], "route": [], "session": None, "log": [], **more}
         self.killed = []
         self.listeners = []
         self.looks = 0

@@ -5,6 +5,7 @@ import gc
 import json
 import logging
 import shlex
+import signal
 import socket
 import subprocess
 import threading
@@ -518,6 +519,25 @@ def test_an_interrupt_ends_texts_and_not_the_endpoint(slow):
     text = read_all(stream)
     assert '"code": "interrupted"' in text
     assert "[DONE]" not in text
+
+
+def test_stop_ends_the_texts_of_a_cell_that_serves(slow):
+    slow, endpoint = slow
+    stream = begin(endpoint, stream=True)
+    wait_until(lambda: slow.steps == 1)
+    stop = threading.Timer(0.3, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT))
+    stop.start()
+    with pytest.raises(KeyboardInterrupt):
+        endpoint.wait()
+    wait_until(lambda: not endpoint._app._running)
+    slow.go.release(10**6)
+    assert '"code": "interrupted"' in read_all(stream)
+    assert repr(endpoint).startswith("<Endpoint of tiny at ")  # it still serves
+    assert post(endpoint)[0] == 200
+    closing = threading.Timer(0.3, endpoint.close)
+    closing.start()
+    endpoint.wait()
+    assert repr(endpoint) == "<Endpoint of tiny; it is closed>"
 
 
 def test_close_ends_streams(slow):

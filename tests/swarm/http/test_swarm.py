@@ -12,6 +12,7 @@ import urllib.request
 
 import openai
 import pytest
+import torch
 from helpers.models import tiny_tokenizer
 from helpers.suite.python_path import python_path
 from helpers.waiting import wait_until
@@ -19,7 +20,7 @@ from helpers.waiting import wait_until
 import nbdist
 from nbdist.__main__ import main
 from nbdist.errors import UsageError
-from nbdist.swarm import serve
+from nbdist.swarm import model_cache, serve
 from nbdist.swarm.http.endpoint import Endpoint
 from nbdist.swarm.http.limits import Limits
 
@@ -102,6 +103,29 @@ def test_max_tokens_that_never_fit_are_the_clients_error(three):
             client.completions.create(model="tiny", prompt="x", max_tokens=1900)
         assert found.value.param == "max_tokens"
         assert client.completions.create(model="tiny", prompt="x", max_tokens=2).usage.completion_tokens <= 2
+        endpoint.close()
+
+
+@pytest.mark.timeout(280)  # less than `cache_timeout`
+@pytest.mark.parametrize("stream", [True, False])
+def test_who_hangs_up_while_his_text_waits_for_cache_memory_gives_up_his_turn(three, stream):
+    room = {"cache_bytes": 2_000_000, "cache_timeout": 300.0}  # for one text of 1900 tokens
+    with contextlib.closing(serve(tiny_tokenizer.model(2000), workers=[0, 1], **room)) as swarm:
+        endpoint = swarm.http(tokenizer=tiny_tokenizer.make(), name="tiny", at_once=1)
+        cache = model_cache.new_cache(swarm.checkpoint.config)
+        swarm.session(cache, expected=1900)
+        with torch.no_grad():
+            swarm.causal_lm()(torch.tensor([[5, 6]]), past_key_values=cache)
+        held = [info.cache for info in swarm.info().values()]
+        asked = {"model": "tiny", "prompt": "x", "max_tokens": 1900}
+        with pytest.raises(openai.APITimeoutError):
+            client_of(endpoint).with_options(timeout=2.0).completions.create(**asked, stream=stream)
+        wait_until(lambda: endpoint.texts == (0, 0))
+        wait_until(lambda: [(info.sessions, info.wanting) for info in swarm.info().values()] == [(1, 0), (1, 0)])
+        assert [info.cache for info in swarm.info().values()] == held
+        assert set(swarm.states.values()) == {"online"}
+        del cache
+        assert client_of(endpoint).completions.create(**asked).usage.completion_tokens
         endpoint.close()
 
 
