@@ -135,10 +135,10 @@ LAYERS: dict[str, int] = {module: layer for layer, modules in enumerate(_LAYERS)
 
 ROOMS: dict[str, str] = {
     "gpus": "order pinned side_streams spans staging support",
-    "wire": "devices history messages tensors encoded peer pickling quick encoding decoding codec",
+    "wire": "devices history messages plain tensors encoded peer pickling quick encoding decoding codec",
     "channel": (
         "after_fork contract faulty gate inprocess machine assembly framing local_link resources process_watch secret "
-        "locked_directory locked_file shared_memory spinning zeromq_links large_inbox zeromq entrance local"
+        "locked_directory locked_file shared_memory spinning zeromq_links large_inbox zeromq door entrance local"
     ),
     "rpc": (
         "devices failures here options recording shared_tensors streams waits latch promise futures named core pool "
@@ -152,7 +152,7 @@ ROOMS: dict[str, str] = {
     ),
     "swarm": (
         "carriage history policy stacking weight_file adapter model_cache named_models server directory deputy client "
-        "placer http swarm serving connecting"
+        "doors placer http swarm serving connecting"
     ),
     "cluster": (
         "group_history spec jupyter targets spawning processes output errors kernels examination lifecycle team stands "

@@ -11,9 +11,12 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import stat
 import time
 from collections.abc import Iterator
 from pathlib import Path
+
+from nbdist.errors import SecurityError
 
 _POLL = 0.0005  # seconds between two attempts to take the lock
 
@@ -50,6 +53,16 @@ def _lock(file: int, path: Path) -> bool:
         return os.path.samestat(os.fstat(file), os.stat(path))
     except (BlockingIOError, FileNotFoundError):
         return False
+
+
+def read_private(path: Path, risk: str) -> bytes:
+    """Return the contents of a file. Raises SecurityError, which names the ``risk``, if others may open it; OSError."""
+    found = path.stat()
+    if found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) & 0o077:
+        raise SecurityError(
+            f"others may read or write {path}, or own it, and {risk}, and keep the file your own (chmod 600 {path})"
+        )
+    return path.read_bytes()
 
 
 def write_whole(path: Path, content: bytes, draft: Path) -> None:

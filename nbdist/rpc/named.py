@@ -14,7 +14,8 @@ The name of one of several objects of a kind has a key behind the kind: ``"serve
 method ``server.load``.
 
 A call runs in a thread of the agent's pool, as every call does, so it works while the main thread hangs. Only methods
-that were listed when the object was published can be called.
+that were listed when the object was published can be called. Of these, a *client* may cause calls of those listed as
+``clients`` only: a process without the members' secret, for which a member calls (`nbdist.swarm.doors`).
 """
 
 from __future__ import annotations
@@ -22,10 +23,10 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, cast
 
-from nbdist.errors import NbdistError
+from nbdist.errors import NbdistError, SecurityError
 from nbdist.rpc.futures import ASYNC_MARK, Future
 from nbdist.rpc.here import here
 from nbdist.rpc.latch import Latch
@@ -35,7 +36,8 @@ class NotOffered(NbdistError):
     """A worker offers no such object, or no such method: what offered it has ended, or the worker has restarted."""
 
 
-_NOTHING: tuple[Callable[[], Any], frozenset[str]] = lambda: None, frozenset()
+_Published = tuple[Callable[[], Any], frozenset[str], frozenset[str]]  # the object, its methods, those for clients
+_NOTHING: _Published = lambda: None, frozenset(), frozenset()
 
 
 class NamedObjects:
@@ -43,14 +45,18 @@ class NamedObjects:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._published: dict[str, tuple[Callable[[], Any], frozenset[str]]] = {}
+        self._published: dict[str, _Published] = {}
 
-    def publish(self, name: str, owner: object, *methods: str) -> None:
-        """Let other agents call these methods of an object, as long as it lives. It replaces one of the same name."""
+    def publish(self, name: str, owner: object, *methods: str, clients: Collection[str] = ()) -> None:
+        """Let other agents call these methods of an object, as long as it lives. It replaces one of the same name.
+
+        ``clients`` are the methods that they may also call for clients. Such a method gets arguments that anybody with
+        an invitation has made up.
+        """
         with self._lock:
             # Drops the objects that are gone, too.
             self._published = {each: found for each, found in self._published.items() if found[0]() is not None}
-            self._published[name] = weakref.ref(owner), frozenset(methods)
+            self._published[name] = weakref.ref(owner), frozenset(methods), frozenset(clients)
 
     def withdraw(self, name: str) -> None:
         """Let no agent call the object of this name any more. Does nothing if there is none."""
@@ -61,13 +67,20 @@ class NamedObjects:
         """Return the object of this name; None if there is none (any more)."""
         return self._published.get(name, _NOTHING)[0]()
 
-    def method(self, name: str, method: str) -> Callable[..., Any]:
-        """Return a method that a call names. Raises NotOffered if it was not published, or its object is gone."""
-        owner, methods = self._published.get(name, _NOTHING)
+    def method(self, name: str, method: str, for_client: bool = False) -> Callable[..., Any]:
+        """Return a method that a call names. Raises NotOffered if it was not published, or its object is gone.
+
+        Raises SecurityError if the call is for a client, and the method was not published for clients.
+        """
+        owner, methods, for_clients = self._published.get(name, _NOTHING)
         alive = owner()
         if alive is None or method not in methods:
             me = here.agent.me.name
             raise NotOffered(f"{me} offers no {_label(name, method)}: what offered it has ended, or {me} has restarted")
+        if for_client and method not in for_clients:
+            raise SecurityError(
+                f"a client of a swarm may not call {_label(name, method)}: only a member of the workers' world may"
+            )
         bound: Callable[..., Any] = getattr(alive, method)
         return bound
 
@@ -85,6 +98,15 @@ class NamedObject:
     def later(self, method: str, *arguments: Any, timeout: float = -1.0, **keywords: Any) -> Future[Any]:
         """Call a method that returns a future of its result; return the future of that result."""
         return self._send(_call_later, method, arguments, keywords, timeout)
+
+    def for_client(
+        self, method: str, arguments: tuple[Any, ...], keywords: dict[str, Any], timeout: float
+    ) -> Future[Any]:
+        """Call a method for a client; return the future of its result, or of the result's own future.
+
+        It fails with SecurityError if the method was not published for clients.
+        """
+        return self._send(_call_for_client, method, arguments, keywords, timeout)
 
     def _send(
         self, function: Any, method: str, arguments: tuple[Any, ...], keywords: dict[str, Any], timeout: float
@@ -125,4 +147,13 @@ def _call_later(name: str, method: str, /, *arguments: Any, **keywords: Any) -> 
     return call_method(name, method, *arguments, **keywords)
 
 
-setattr(_call_later, ASYNC_MARK, True)
+def _call_for_client(name: str, method: str, /, *arguments: Any, **keywords: Any) -> Any:
+    found = here.agent.named.method(name, method, for_client=True)(*arguments, **keywords)
+    if not isinstance(found, Future):
+        result, found = found, Future()
+        found.set_result(result)
+    return found
+
+
+for _each in (_call_later, _call_for_client):
+    setattr(_each, ASYNC_MARK, True)

@@ -35,6 +35,7 @@ connecting   `connect`, for other processes that use the swarm, too
 swarm        `Swarm`, which the client uses: models, and changes of the workers that serve
 http         a subpackage: the model over HTTP, for clients of OpenAI's API
 placer       makes servers and gives them blocks, for all clients
+doors        a subpackage: clients on other hosts, which are no members
 client       a subpackage: models, sessions, and what the client knows about the servers
 deputy       keeps a server, and makes the next placer if the placer is lost
 directory    a subpackage: the servers as all clients know them, and routes

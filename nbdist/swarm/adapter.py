@@ -30,6 +30,11 @@ except ImportError as error:  # transformers comes with the extra "swarm" of thi
 from nbdist.swarm.weight_file import WEIGHTS, WeightFile, write_weights  # needs safetensors, which transformers needs
 
 CONFIG = "config.json"  # the configuration, in a model's folder
+# The files of a model's folder that clients on other hosts get: the configurations, and the tokenizer.
+TEXTS = (
+    *(CONFIG, "generation_config.json", "chat_template.jinja", "tokenizer.json", "tokenizer_config.json"),
+    *("special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "tokenizer.model"),
+)
 
 
 class Placeholder(Enum):
@@ -180,6 +185,11 @@ class Checkpoint:
     def describe(self) -> tuple[str, dict[str, int]]:
         """Return the text of the configuration, and the bytes of each weight by name."""
         return (self.folder / CONFIG).read_text(), self.weights.sizes
+
+    def texts(self) -> tuple[dict[str, bytes], dict[str, int]]:
+        """Return the contents of the folder's files in `TEXTS`, and the bytes of each weight by name."""
+        found = {name: self.folder / name for name in TEXTS}
+        return {name: path.read_bytes() for name, path in found.items() if path.is_file()}, self.weights.sizes
 
     def read(self, names: Sequence[str]) -> dict[str, torch.Tensor]:
         """Return weights by name."""

@@ -7,6 +7,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 
 from nbdist.errors import NotInitialized, UsageError
 from nbdist.ids import new_incarnation
@@ -16,6 +17,8 @@ from nbdist.rpc.options import RpcBackendOptions
 from nbdist.swarm.client.crew import Crew
 from nbdist.swarm.client.journal import Journal
 from nbdist.swarm.directory.placing import FarPlacer
+from nbdist.swarm.doors.client_invitation import ClientInvitation
+from nbdist.swarm.doors.outside import Outside
 from nbdist.swarm.server.neighbours import Address
 from nbdist.swarm.swarm import Swarm
 
@@ -24,7 +27,7 @@ _users: dict[Agent, int] = {}
 """The open swarms of each agent that `connect` has started: one, or none."""
 
 
-def connect(address: str) -> Swarm:
+def connect(address: str | Path) -> Swarm:
     """Return a swarm that another process serves, for use in this process: a worker, a script, another notebook.
 
     Several processes may use a swarm at the same time. Each has sessions and models of its own; one placer, in the
@@ -33,17 +36,21 @@ def connect(address: str) -> Swarm:
     serves it closes it. If that process is lost or frozen instead, a worker becomes the placer, and the swarm lasts
     until the last process that uses it has closed it or is lost. Workers of a cluster end with their notebook.
 
-    A process without RPC becomes a member of the workers' world, until `Swarm.close`. It must run on the host of the
-    process that serves, as the same user.
+    With an address, a process without RPC becomes a member of the workers' world, until `Swarm.close`. It must run on
+    the host of the process that serves, as the same user. With the file of an invitation, the process is a client, on
+    any host, and no member: models write texts, and `Swarm.blocks`, `Swarm.states` and `Swarm.log` show what it hears.
+    Calls without a cache, as for gradients, and `Swarm.join`, `Swarm.leave`, `Swarm.move` and `Swarm.kill` raise
+    SecurityError. A client that dies or is silent for 12 s loses its sessions, and nothing else happens.
 
     Args:
-        address: what `Swarm.address` has returned there, or in another process that uses the swarm. It is out of date
-            once a worker has become the placer.
+        address: what `Swarm.address` has returned there, or in another process that uses the swarm; it is out of date
+            once a worker has become the placer. Or the path of a file that `Swarm.invite` has written there.
 
     Raises:
-        UsageError: ``address`` is no address of a swarm, the swarm is closed, or this process is a member of another
-            world.
-        WorkerLost, UnknownWorker: the process that ``address`` names is gone.
+        UsageError: ``address`` is no address or invitation of a swarm, the swarm is closed, or this process is a member
+            of another world.
+        SecurityError: others can read the invitation.
+        WorkerLost, UnknownWorker: the process that ``address`` names is gone, or does not answer.
         RendezvousError: there is no such world any more.
 
     Example:
@@ -59,9 +66,14 @@ def connect(address: str) -> Swarm:
         torch.Size([1, 5])
         >>> sw.close()
     """
+    if isinstance(address, str | Path) and Path(address).is_file():
+        return _connect_from_outside(Path(address))
     parts = address.rsplit("#", 2) if isinstance(address, str) else ()
     if len(parts) != 3:
-        raise UsageError(f"address is what `Swarm.address()` of the process that serves has returned, not {address!r}")
+        raise UsageError(
+            "address is what `Swarm.address()` of the process that serves has returned, or the file that its "
+            f"`Swarm.invite()` has written, not {address!r}"
+        )
     with _joining:
         try:
             agent = api.current_agent()
@@ -99,10 +111,14 @@ def _kind(place: str) -> str:
 def _join(place: str) -> Agent:
     if _kind(place) != "file":
         raise UsageError(
-            "this swarm's workers are on several hosts: only members of their world, such as these workers, can use it"
+            "this swarm's workers are on several hosts: only members of their world, such as these workers, can use it "
+            "by its address. Connect by an invitation: Swarm.invite"
         )
     if not os.path.isdir(os.path.dirname(place.removeprefix("file://"))):
-        raise UsageError("the process that served this swarm has ended, or runs on another host")
+        raise UsageError(
+            "the process that served this swarm has ended, or runs on another host: connect by an "
+            "invitation, Swarm.invite"
+        )
     # A dynamic member with a number that no worker has.
     return api.initialize(f"client{os.getpid()}", new_incarnation(), None, RpcBackendOptions(init_method=place))
 
@@ -115,3 +131,15 @@ def _connect(agent: Agent, address: Address, at_close: Callable[[], object]) -> 
     placer.watch(crew.publish())
     crew.take(placer.news())  # what the placer sends comes later
     return Swarm(facts.source.open(), crew, journal)
+
+
+def _connect_from_outside(file: Path) -> Swarm:
+    outside = Outside(ClientInvitation.read(file))
+    try:
+        placer, journal = FarPlacer(outside.placer, outside.close, outside=outside), Journal()
+        crew = Crew(placer, outside.facts, journal, outside)
+        outside.tell(crew)
+        return Swarm(outside.checkpoint(), crew, journal)
+    except BaseException:  # also Ctrl-C
+        outside.close()
+        raise

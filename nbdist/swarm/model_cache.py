@@ -30,6 +30,27 @@ def new_cache(config: Any) -> Any:
     return DynamicCache(config=config)
 
 
+def described(kind: int, config: Any) -> Any:
+    """Make an empty cache of a kind: 0 without a configuration, 1 of this ``config``, 2 also recording its past."""
+    cache = new_cache(config) if kind else DynamicCache()
+    if kind == 2:  # for a method of generation that takes tokens back
+        cache.activate_past_recording()
+    return cache
+
+
+def description(empty: Any, config: Any) -> int:
+    """Return the kind of an empty cache, for `described` elsewhere; raise UsageError if there is none like it."""
+    wanted = _kinds_of_layers(empty)
+    for kind in range(2 + hasattr(empty, "activate_past_recording")):
+        if _kinds_of_layers(described(kind, config)) == wanted:
+            return kind
+    raise UsageError("a client on another host needs a cache of the model's own: DynamicCache(config=model.config)")
+
+
+def _kinds_of_layers(cache: Any) -> list[str]:
+    return [f"{type(layer)} {vars(layer)}" for layer in cache.layers]  # as texts: some attributes are tensors
+
+
 def find_cache(values: Sequence[Any]) -> Any:
     """Return the cache among the arguments of a layer; None if there is none."""
     return next((each for each in values if isinstance(each, Cache)), None)
@@ -116,7 +137,12 @@ class RecordedCache:
 
 
 def operate(cache: Any, name: str, args: Sequence[Any], begin: int, end: int) -> None:
-    """Repeat an operation of `OPERATIONS` on a server's cache, for the layers from ``begin`` to before ``end``."""
+    """Repeat an operation of `OPERATIONS` on a server's cache, for the layers from ``begin`` to before ``end``.
+
+    Raises UsageError for another name: a client on another host may send any.
+    """
+    if name not in OPERATIONS:
+        raise UsageError(f"a cache has no operation {name!r}, only {', '.join(OPERATIONS)}")
     if name == "crop" and _CROPS_TO_A_LENGTH and not args[0]:  # 0 would be the new length
         return
     for layer in cache.layers[begin:end]:

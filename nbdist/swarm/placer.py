@@ -70,6 +70,7 @@ _CALLED = (
     *("facts", "watch", "leave", "news", "lacks", "note_usage", "mend"),
     *("join", "relieve", "dismiss", "shift", "unload", "kill"),
 )
+_FOR_CLIENTS = ("news", "mend")  # those on other hosts
 
 
 def describe(checkpoint: adapter.Checkpoint, options: Options, policy: Policy, folder: SharedDirectory) -> SwarmFacts:
@@ -124,7 +125,7 @@ class Placer:
         self._made: dict[str, RRef[Deputy]] = {}
         # Held by a thread that gives blocks to servers. Take a session's lock before it.
         self._arranging = threading.RLock()
-        agent.named.publish(self.address.name, self, *_CALLED)
+        agent.named.publish(self.address.name, self, *_CALLED, clients=_FOR_CLIENTS)
         for end in (
             weakref.finalize(self, agent.on_lost(partial(_tell_loss, weakref.ref(self), agent))),
             weakref.finalize(self, _close_servers, agent, self._directory, self.term, self._made),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, SupportsIndex
 
 from nbdist.amounts import counted, size
@@ -19,8 +20,10 @@ from nbdist.swarm.client.session import Session
 from nbdist.swarm.client.sessions import Sessions
 from nbdist.swarm.directory.placing import FarPlacer
 from nbdist.swarm.directory.routing import Span, named
+from nbdist.swarm.doors.doorkeeper import Doorkeeper
 from nbdist.swarm.placer import Placer
 from nbdist.swarm.policy import Recover, check_count
+from nbdist.swarm.server.neighbours import Address
 from nbdist.swarm.server.server import Info
 
 if TYPE_CHECKING:
@@ -60,6 +63,7 @@ class Swarm:
         self.journal = journal
         self.crew = crew
         self.sessions = Sessions(self.crew, self.journal)
+        self._doors: list[Doorkeeper] = []
         # The description of each worker, from just before the swarm was closed; None while it is open.
         self._closed: list[dict[str, Any]] | None = None
 
@@ -271,11 +275,41 @@ class Swarm:
         with self.crew.working():
             self._placer.kill(self.crew.member(worker).name)
 
+    def invite(self, file: str | Path, host: str = "127.0.0.1", port: int = 0) -> Path:
+        """Open a door for clients on other hosts, and write the invitation with which they `connect`; return its path.
+
+        Each client that has the file can write texts, until this process closes the swarm. It is no member: it runs no
+        code here, does not change which workers serve, and does not see the sessions of others. SECURITY.md says what
+        clients can do. A second call opens another door, with a secret of its own.
+
+        Args:
+            file: a file that only this user may read is made there, or replaced. Bring it to the other host by a way
+                that nobody else reads, such as scp.
+            host: this host's address for the clients.
+            port: 0 for a free one.
+
+        Raises:
+            UsageError: the file cannot be written, the swarm is closed, or this process is itself such a client.
+            ChannelError: the address is not this host's, or the port is taken.
+        """
+        self.crew.check_open()
+        if not self.crew.is_member:
+            raise UsageError("this process is a client by an invitation, and cannot invite others: copy its file")
+        source = self._placer.facts().source
+        weights = Address(source.client, source.name)
+        door = Doorkeeper(self.crew, self.journal, self.checkpoint.config, weights, host, port)
+        self._doors.append(door)
+        door.invitation.write(Path(file))
+        return Path(file)
+
     def address(self) -> str:
-        """Return the address with which other processes use the swarm, too: see `connect`.
+        """Return the address with which other processes of this host use the swarm, too: see `connect`.
 
         It names the process that decides who serves, and is another one once that process was lost. Asks nobody.
+        Raises UsageError in a client on another host.
         """
+        if not self.crew.is_member:
+            raise UsageError("this process is a client by an invitation: others connect by a copy of its file")
         return f"{api.current_agent().options.init_method}#{self._placer.address.worker}#{self._placer.address.name}"
 
     def close(self) -> None:
@@ -290,6 +324,8 @@ class Swarm:
         if not self.ended:
             self._closed = self._describe_members()
         self.crew.closed = True  # first: what fails from now on in other threads says that the swarm is closed
+        for door in self._doors:
+            door.close()
         self._placer.close()
         self.sessions.close()
         self.journal.news()

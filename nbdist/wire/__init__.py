@@ -4,6 +4,7 @@
 `devices`    the device of the receiver for each tensor of a message
 `history`    joins the tensors of a recorded message to the receiver's graph
 `messages`   the typed headers of all messages
+`plain`      values that cannot carry code, for messages of strangers
 `tensors`    tensors as raw bytes and a few integers
 `encoded`    an encoded value: its frames, and the header that describes them
 `peer`       handles each message of one other agent once, in any order

@@ -7,9 +7,7 @@ left, and whether it was revoked. What the file says about this is for the reade
 from __future__ import annotations
 
 import hmac
-import os
 import secrets
-import stat
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +15,7 @@ from pathlib import Path
 import msgspec
 
 from nbdist.amounts import counted, duration, size
-from nbdist.channel.locked_file import write_whole
+from nbdist.channel.locked_file import read_private, write_whole
 from nbdist.errors import SecurityError, UsageError
 
 
@@ -53,14 +51,11 @@ def read_invitation(path: str) -> Invitation:
         text = sys.stdin.buffer.read()
     else:
         try:
-            found = os.stat(path)
-            if found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) & 0o077:
-                raise SecurityError(
-                    f"others may read or write {path}, or own it, and whoever reads it can run code in the cluster: "
-                    "revoke it in the notebook with %dist_invite --revoke, invite again, and keep the file your own "
-                    f"(chmod 600 {path})"
-                )
-            text = Path(path).read_bytes()
+            text = read_private(
+                Path(path),
+                "whoever reads it can run code in the cluster: revoke it in the notebook with %dist_invite --revoke, "
+                "invite again",
+            )
         except OSError as error:
             raise UsageError(f"the invitation {path} cannot be read: {error.strerror}") from error
     try:

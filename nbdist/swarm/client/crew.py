@@ -67,7 +67,8 @@ class Crew:
     Any thread may use it. Call methods that call servers within `working`.
     """
 
-    def __init__(self, placing: Placing, facts: SwarmFacts, journal: Journal) -> None:
+    def __init__(self, placing: Placing, facts: SwarmFacts, journal: Journal, outside: Any = None) -> None:
+        """Begin without servers; ``outside`` stands for the agent of a client on another host, None for ours."""
         self.sizes = facts.sizes  # bytes of each block
         # Says which arguments of a block have rows for each sequence; `DEFAULT_LAYOUT` until a model has found out.
         self.layout: StackLayout = DEFAULT_LAYOUT
@@ -84,7 +85,8 @@ class Crew:
         self._changed = threading.Condition(threading.RLock())
         self.closed = False
         self.address: Address | None = None  # at which placers tell it news
-        self._agent = api.current_agent()
+        self.is_member = outside is None
+        self._agent = outside or api.current_agent()
         self.name = self._agent.me.name
         self.incarnation = self._agent.me.incarnation  # when a server loses this agent, it drops this client's sessions
         weakref.finalize(self, self._agent.on_lost(partial(_tell_loss, weakref.ref(self)))).atexit = False
@@ -111,6 +113,11 @@ class Crew:
             self.placing = self.placing.follow(news)
             self._changed.notify_all()
         self._journal.news()
+
+    @property
+    def news(self) -> SwarmNews | None:
+        """The last news that this crew has taken."""
+        return self._known
 
     def _read(self) -> None:
         self.take(self.placing.news())  # which may overtake the news that the directory sends
@@ -257,7 +264,7 @@ class Crew:
         Inside, the crew's agent makes the calls, and a user's distributed autograd context does not record them.
         """
         # A thread of the user's may act for another agent, or for none.
-        with self._agent.activate(), recorder().contexts.outside():
+        with self._agent.activate(), recorder().contexts.outside() if self.is_member else contextlib.nullcontext():
             yield
 
     def send(self, member: ServerRecord, method: str, *args: Any, extra: float = 0.0, **kwargs: Any) -> Future[Any]:
@@ -320,8 +327,12 @@ class Crew:
                     asked.wait(within if halted is None else _HALTED_SECONDS)
                 if halted is not None and halted():
                     raise Interrupted("nobody waits for this text any more: its client has hung up, or its server ends")
-                if not asked.done():  # call the worker, not the server: the server may not exist yet
+                if asked.done():
+                    continue
+                if member.state == "joining":  # call the worker: the server may not exist yet
                     self.answer(member, api.rpc_async(member.name, _do_nothing, timeout=within))
+                else:
+                    self.answer(member, self._agent.at(*member.address).call("info", timeout=within))
         return self.answer(member, asked)
 
     def ask(self, member: ServerRecord, method: str, *args: Any, **kwargs: Any) -> Any:

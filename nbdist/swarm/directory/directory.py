@@ -33,6 +33,10 @@ class SwarmNews(NamedTuple):
     clients: Sequence[Address]
     usage: Mapping[int, Usage]  # by the incarnations of the clients' agents
 
+    def for_outside(self) -> SwarmNews:
+        """Return these news for a client on another host, which hears nothing of other clients."""
+        return self._replace(clients=(), usage={})
+
     def is_newer(self, other: SwarmNews | None) -> bool:
         """Return whether these news are newer than other news, or there are no others."""
         return other is None or self[:2] > other[:2]

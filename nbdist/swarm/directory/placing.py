@@ -77,11 +77,13 @@ class Placing(Protocol):
 class FarPlacer:
     """The placer of a swarm in another process. `nbdist.swarm.placer.Placer` describes the methods."""
 
-    def __init__(self, address: Address, at_close: Callable[[], object], host: str = "") -> None:
+    def __init__(self, address: Address, at_close: Callable[[], object], host: str = "", outside: Any = None) -> None:
+        """Begin with the placer at ``address``; ``outside`` stands for the agent of a client on another host."""
         self.address = address
         self.client: Address | None = None  # of this process
         self._host = host  # with the file of weights
         self._at_close = at_close
+        self._outside = outside
         self._news: SwarmNews | None = None
 
     def follow(self, news: SwarmNews) -> FarPlacer:
@@ -122,7 +124,7 @@ class FarPlacer:
 
     def note_usage(self, client: int, usage: Usage) -> None:
         """Tell the placer what this process has. Its own agent hears of lost clients, as of lost servers."""
-        if client == current_agent().me.incarnation:
+        if self._outside is None and client == current_agent().me.incarnation:  # a door passes on no names of clients
             current_agent().at(*self.address).cast("note_usage", client, usage)
 
     def mend(self, begin: int, end: int, without: Sequence[str] = ()) -> None:
@@ -158,7 +160,7 @@ class FarPlacer:
     def _ask(self, method: str, *arguments: Any, timeout: float = 0.0) -> Any:
         # Without a limit by default: servers load blocks. All that is asked may be asked again of the next placer.
         while True:
-            agent, news = current_agent(), self._news
+            agent, news = self._outside or current_agent(), self._news
             asked = agent.at(*(news.placer if news else self.address)).call(method, *arguments, timeout=timeout)
             try:
                 while not asked.done():
@@ -172,8 +174,8 @@ class FarPlacer:
                 self.follow(error.news)
             except (NotOffered, WorkerLost) as error:
                 lost = isinstance(error, WorkerLost)
-                if lost and news is not None and agent.member(news.term.incarnation) is not None:
-                    raise  # of a worker that was to load blocks
+                if lost and (self._outside or (news and agent.member(news.term.incarnation) is not None)):
+                    raise  # of a worker that was to load blocks, or of the door
                 if not self._find_next(news):
                     if not lost:
                         raise UsageError(CLOSED) from None
@@ -186,6 +188,8 @@ class FarPlacer:
         """Have a server find or make another placer than that of the news ``before``; return whether there is one."""
         if before is None or self._news is None or self._news.term > before.term:  # somebody has told meanwhile
             return before is not None
+        if self._outside:  # the door has news
+            return False
         agent = current_agent()
         for entry in successors(before.entries, {each.incarnation: each.host for each in agent.members()}, self._host):
             with contextlib.suppress(NbdistError):  # such as `CLOSED`; others may know more

@@ -109,10 +109,12 @@ class Info(NamedTuple):
 
 
 CALLED = (
-    *("info", "open", "link", "close", "push", "step", "export", "adopt"),
+    *("info", "open", "link", "close", "close_all", "push", "step", "export", "adopt"),
     *("forward", "backward", "returns_tuple"),
 )
 """The methods of a `Server` that clients and other servers call. The placer calls its deputy."""
+FOR_CLIENTS = ("info", "open", "link", "close", "push", "step", "adopt", "returns_tuple")
+"""The methods of these that clients on other hosts call; `nbdist.swarm.doors.doorkeeper` checks their arguments."""
 
 
 class Server:
@@ -147,7 +149,7 @@ class Server:
         self._per_token = 0.0  # bytes of cache for a token in a block; 0 until the first step has shown it
         self._steps = 0
         self._runtime = Runtime(RequestQueues(self.options.largest), _compute, partial(_look, weakref.ref(self)))
-        self._agent.named.publish(name, self, *CALLED)
+        self._agent.named.publish(name, self, *CALLED, clients=FOR_CLIENTS)
         weakref.finalize(self, self._agent.on_lost(partial(_lost, weakref.ref(self)))).atexit = False
 
     # -- blocks -------------------------------------------------------------------------------
@@ -246,6 +248,12 @@ class Server:
         for key, session in list(self._sessions.items()):
             if key[0] == id and begin in (None, key[1]):
                 self._drop(key, session, "its client has closed it")
+
+    def close_all(self, start: str) -> None:
+        """Drop all sessions whose ids begin with ``start``: they are those of a client on another host."""
+        for key, session in list(self._sessions.items()):
+            if key[0].startswith(start):
+                self._drop(key, session, "its client is gone")
 
     def _drop(self, key: tuple[str, int], session: ServerSession, why: str) -> None:
         """Take a session out of the table and end it, if the table still has this very object."""

@@ -10,7 +10,7 @@ import itertools
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -67,10 +67,14 @@ class Source(NamedTuple):
             ) from None
 
 
+class _Asked(Protocol):
+    def ask(self, method: str, *args: Any, timeout: float) -> Any: ...
+
+
 class FarWeights:
     """The weights of a `Source`, read from the client by calls. ``sizes`` are their bytes by name."""
 
-    def __init__(self, source: Source, sizes: dict[str, int]) -> None:
+    def __init__(self, source: _Asked, sizes: dict[str, int]) -> None:
         self.source = source
         self.sizes = sizes
 
@@ -100,5 +104,5 @@ def offer(checkpoint: adapter.Checkpoint) -> Source:
     """
     agent = current_agent()
     name = f"checkpoint {agent.me.incarnation}.{next(_numbers)}"
-    agent.named.publish(name, checkpoint, "describe", "read")
+    agent.named.publish(name, checkpoint, "describe", "texts", "read", clients=("texts", "read"))
     return Source(str(checkpoint.folder), weight_file.mark_of(checkpoint.folder), agent.me.name, name)

@@ -7,6 +7,7 @@ import torch
 
 from helpers.models import swarm_models
 from helpers.processes import workers
+from nbdist.rpc import api
 from nbdist.swarm import connect, model_cache, serve
 from nbdist.swarm.directory.placing import PlacerReplaced
 
@@ -103,3 +104,18 @@ def move(*where):
 def servers():
     """The servers of this process, with the blocks in their memory."""
     return {name: server.info().blocks for name, server in swarm_models.servers_here().items()}
+
+
+def open_sessions():
+    """On a worker: the names of all sessions on its servers."""
+    return sorted({id for server in swarm_models.servers_here().values() for id, _ in list(server._sessions)})
+
+
+def members():
+    """The members of the world, as this one knows them."""
+    return sorted((each.name, each.incarnation) for each in api.current_agent().members())
+
+
+def withdraw(name):
+    """On a worker: let nobody call an object any more."""
+    api.current_agent().named.withdraw(name)
