@@ -268,6 +268,18 @@ FAULTS = {
         "            for step in history.steps[1:]:\n                self._step_of_lost_part(gone, parts, step)",
         "swarm/test_recovery.py::test_what_comes_out_different_at_once_is_done_step_by_step",
     ),
+    "a client names the sessions of another one": Fault(
+        "swarm/doors/doorkeeper.py",
+        '            args[0] = f"{link.name}/{args[0]}"',
+        '            args[0] = args[0] if "/" in args[0] else f"{link.name}/{args[0]}"',
+        "swarm/test_doors.py::test_forged_messages_of_a_client_do_nothing",
+    ),
+    "a client calls what members may call": Fault(
+        "rpc/named.py",
+        "        if for_client and method not in for_clients:",
+        "        if for_client and not for_clients:",
+        "swarm/test_doors.py::test_a_client_cannot_change_who_serves_nor_train",
+    ),
     "what is settled before it is announced stays open": Fault(
         "autograd/passes/ledger.py", "if token in self._early:", "if token in ():", PROTOCOL
     ),
