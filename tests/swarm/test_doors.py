@@ -204,11 +204,14 @@ def test_a_client_that_is_silent_frees_its_caches_and_hears_of_it(served):
     assert all(each.sessions for each in swarm.info().values())
     process.stdin.write("on\n"), process.stdin.flush()
     wait_until(lambda: any(each.sessions == 2 for each in swarm.info().values()))
-    process.send_signal(signal.SIGSTOP)  # it says no goodbye
-    own.close()  # and this one does
-    wait_until(lambda: not any(each.sessions for each in swarm.info().values()))
-    process.send_signal(signal.SIGCONT)
-    _, said = process.communicate(timeout=60)
+    try:
+        process.send_signal(signal.SIGSTOP)  # it says no goodbye
+        own.close()  # and this one does
+        wait_until(lambda: not any(each.sessions for each in swarm.info().values()))
+        process.send_signal(signal.SIGCONT)
+        _, said = process.communicate(timeout=60)
+    finally:  # a stopped process would not notice the end of the tests
+        process.kill()
     assert "WorkerLost: the swarm's door at tcp://" in said
     assert "this client was silent for 12 s. Connect again" in said
 
