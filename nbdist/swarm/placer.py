@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any
 from nbdist import trace
 from nbdist.amounts import size
 from nbdist.channel.locked_directory import SharedDirectory
-from nbdist.errors import NbdistError, UsageError, WorkerLost
+from nbdist.errors import NbdistError, NotInitialized, UsageError, WorkerLost
 from nbdist.rpc import api
 from nbdist.rpc.agent import Agent
 from nbdist.rpc.futures import Future
@@ -176,9 +176,12 @@ class Placer:
         def tell(news: SwarmNews) -> bool:
             if gone or (crew := known()) is None:
                 return False
-            with crew.working():
-                # No variable holds the future: its error keeps this frame, and all above it.
-                agent.at(*watcher).call("take", news).add_done_callback(note)
+            try:
+                with crew.working():
+                    # No variable holds the future: its error keeps this frame, and all above it.
+                    agent.at(*watcher).call("take", news).add_done_callback(note)
+            except NotInitialized:  # RPC has ended in this process
+                return False
             return True
 
         self._directory.watch(tell)
