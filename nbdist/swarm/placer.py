@@ -174,7 +174,7 @@ class Placer:
                     placer.leave(watcher)
 
         def tell(news: SwarmNews) -> bool:
-            if gone or (crew := known()) is None:
+            if gone or agent.closed or (crew := known()) is None:
                 return False
             try:
                 with crew.working():
@@ -224,6 +224,9 @@ class Placer:
                     if not {*member.blocks}.issuperset(loaded.get(member.address, ())):
                         with contextlib.suppress(Gone):
                             self._answer(member, "unload", list(member.blocks))
+            for entry in before.entries:
+                if entry.state == "joining":  # the placer before may be alive, and load blocks there
+                    self._release(entry)
             for client in self.news().clients:
                 self._keep_told(client)  # until it turns out that nobody is there
 

@@ -17,7 +17,7 @@ from helpers.suite.python_path import TESTS, python_path
 from helpers.waiting import wait_until
 
 from nbdist import rpc
-from nbdist.errors import UsageError, WorkerLost
+from nbdist.errors import NbdistError, UsageError, WorkerLost
 from nbdist.rpc import api
 from nbdist.swarm import connect, model_cache, placer, serve
 from nbdist.swarm.client.crew import Gone
@@ -152,7 +152,7 @@ def test_a_member_of_another_host_that_was_lost_and_awakes_reaches_nobody():
                 swarm.move(0, 6, "worker1")
             # Those whom it has not called have told it. RPC never takes a lost member back.
             wait_until(lambda: names(world[0].members()) == ["worker0"])
-            assert set(swarm.states.values()) == {"gone"}
+            wait_until(lambda: set(swarm.states.values()) == {"gone"})
             other.move(0, 1, "worker2")
             assert other.blocks == {"worker1": [1, 2], "worker2": [0, 3, 4, 5]}
             with world[0].activate():
@@ -163,6 +163,26 @@ def test_a_member_of_another_host_that_was_lost_and_awakes_reaches_nobody():
             )
         wait_until(lambda: not folder.exists())
         wait_until(lambda: not swarm_models.servers_here())
+
+
+def test_a_server_that_joins_a_placer_which_is_replaced_is_closed(world, monkeypatch):
+    swarm = serve(swarm_models.make("llama"), workers=[1])
+    old, load, made = swarm.crew.placing, Server.load, []
+
+    def late(server, begin, end):
+        if not made:
+            with world[1].activate():
+                made.append(placer.succeed(old.facts(), old.news(), Term(2, world[1].me.incarnation)))
+        return load(server, begin, end)
+
+    monkeypatch.setattr(Server, "load", late)
+    with pytest.raises(NbdistError):
+        old.join("worker2", 0, 1)
+    (joined,) = [each for each in swarm.crew.members if each.name == "worker2"]
+    wait_until(lambda: world[2].named.find(joined.address.deputy.name) is None)
+    swarm.join("worker2", 0, 1)
+    assert swarm.blocks == {"worker1": [0, 1, 2, 3, 4, 5], "worker2": [0]}
+    made.pop().placing.close()
 
 
 def test_neither_placer_nor_server_is_left(world):
