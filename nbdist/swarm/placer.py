@@ -211,9 +211,10 @@ class Placer:
                 (member, self._order(member, "obey", own, self.facts(), timeout=_OBEY_SECONDS)) for member in crew.there
             ]
             loaded = {}
-            for member, answer in asked:
+            while asked:  # no variable holds a future that may have failed: its error keeps this frame
+                member = asked[-1][0]
                 with contextlib.suppress(Gone):
-                    known, loaded[member.address] = crew.answer(member, answer)
+                    known, loaded[member.address] = crew.answer(*asked.pop())
                     before = known if known.is_newer(before) and known.term < self.term else before
             self._directory.reset(settled(before.entries, loaded), before.clients)
             for member in crew.members:

@@ -176,6 +176,7 @@ class FarPlacer:
                 lost = isinstance(error, WorkerLost)
                 if lost and (self._outside or (news and agent.member(news.term.incarnation) is not None)):
                     raise  # of a worker that was to load blocks, or of the door
+                del asked  # it has the error, which refers to this frame
                 if not self._find_next(news):
                     if not lost:
                         raise UsageError(CLOSED) from None
