@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nbdist.autograd.api import recorder
 from nbdist.cluster.jupyter.kernel_connection import KernelThread
@@ -21,6 +21,9 @@ from nbdist.cluster.kernels.workers import Worker
 from nbdist.cluster.stops import Stops
 from nbdist.errors import NbdistError
 from nbdist.rpc.agent import Agent
+
+if TYPE_CHECKING:
+    from nbdist.wire.messages import Record
 
 _ANSWERS_WITHIN = 5.0  # seconds; the agent of a worker answers, too, while its main thread stands still
 
@@ -38,10 +41,12 @@ class PageDebugger:
         shell.kernel.do_debug_request = self._forward  # hides the class's own method
         shell.events.register("pre_run_cell", self._begin)
         worker.on_debug_event = self._on_event
+        self._forget = agent.on_lost(self._on_lost)
 
     def close(self) -> None:
         """Let the page debug the notebook's kernel again. Call this once."""
         self.worker.on_debug_event = None
+        self._forget()
         self._shell.events.unregister("pre_run_cell", self._begin)
         del self._shell.kernel.do_debug_request
         with contextlib.suppress(NbdistError):  # the worker is gone, or the whole cluster
@@ -53,6 +58,10 @@ class PageDebugger:
             self._hold(event["event"] == "stopped")
         kernel = self._shell.kernel
         kernel.session.send(kernel.iopub_socket, "debug_event", event, parent=kernel.get_parent("control"))
+
+    def _on_lost(self, record: Record, _: str) -> None:
+        if record.name == self.worker.name:
+            self._hold(False)
 
     def _hold(self, stands: bool) -> None:
         """Stop the clocks of all members while the worker stands, as a debugger of ours does; or let them run on."""

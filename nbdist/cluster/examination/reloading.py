@@ -68,6 +68,7 @@ def _run_again(module: ModuleType) -> str:
 
     def run(module: ModuleType) -> ModuleType:
         nonlocal has_run
+        vars(module).update({**old, **vars(module)})  # IPython has emptied it, and calls may run its functions now
         module, has_run = importlib.reload(module), True
         return module
 

@@ -36,11 +36,12 @@ def follow(agent: Agent, workers: Sequence[Worker], launcher: Any, reloader: Any
     only = None if reloader.check_all else sorted(reloader.modules)
     arguments = "follow", only, sorted(reloader.skip_modules)
     ready = [worker for worker in workers if worker.alive and worker.step == "ready"]
+    # What they run for the notebook may hold the GIL.
+    busy = {each.name for each in ready if each.cells or agent.pending.to(each.incarnation or 0)}
     with recorder().contexts.outside():
-        for worker in ready:
-            if worker.cells:  # it may hold the GIL
-                agent.at(worker.name, "code").cast(*arguments)
-        asked = {worker.name: ("code", *arguments) for worker in ready if not worker.cells}
+        for name in busy:
+            agent.at(name, "code").cast(*arguments)
+        asked = {worker.name: ("code", *arguments) for worker in ready if worker.name not in busy}
         ask_each(agent, call_method, asked, timeout=_WORKERS_RELOAD_WITHIN, label="code.follow")
     # IPython may have patched functions, without an import.
     for name in changed_modules():

@@ -108,7 +108,7 @@ class Breakpoints:
 
 def _holds(breakpoint: Breakpoint, frame: FrameType) -> bool:
     try:
-        return not breakpoint.condition or bool(eval(breakpoint.condition, frame.f_globals, frame.f_locals))
+        return not breakpoint.condition or bool(eval(breakpoint.condition, {**frame.f_globals, **frame.f_locals}))
     except Exception as error:
         told = f"{breakpoint.condition!r} raises {type(error).__name__}: {error}"
         print(f"breakpoint {breakpoint.number} stops, as its condition {told}", file=sys.stderr)

@@ -94,7 +94,9 @@ class Debugger:
 
     def keep(self, error: BaseException) -> None:
         """Keep an error, in place of the last one."""
-        if isinstance(error, Exception) and not isinstance(error, DebuggerQuit):
+        if isinstance(error, MemoryError | torch.OutOfMemoryError):
+            self.last_error = None  # the frames hold what a second attempt with less needs
+        elif isinstance(error, Exception) and not isinstance(error, DebuggerQuit):
             self.last_error = error
 
     def _after_cell(self, result: Any) -> None:
@@ -190,7 +192,7 @@ def stop_at(frame: FrameType) -> None:
     debugger.reset()
     for each in outwards(frame):
         debugger.botframe = each
-        if is_users(each.f_code.co_filename):
+        if each is frame or is_users(each.f_code.co_filename):
             each.f_trace = debugger.trace_dispatch
     debugger.set_step()
     sys.settrace(None)  # of an earlier debugger, which steps
@@ -367,9 +369,17 @@ def _is_outermost(frame: FrameType) -> bool:
 
 
 def _say_value(value: Any) -> str:
+    with contextlib.suppress(Exception):  # meta, lazy and functorch's tensors have no value, or no shape
+        return _say_known(value)
+    return type(value).__qualname__
+
+
+def _say_known(value: Any) -> str:
     if isinstance(value, torch.Tensor):
         kind = f"{str(value.dtype).removeprefix('torch.')}{tuple(value.shape)}"
-        return f"Tensor {kind}" if value.numel() != 1 else f"Tensor {kind} {value.item():.9g}"
+        # The value of another kind of tensor may take a collective.
+        is_plain = value.numel() == 1 and type(value) in (torch.Tensor, torch.nn.Parameter)
+        return f"Tensor {kind} {value.item():.9g}" if is_plain else f"Tensor {kind}"
     # Another object's text may have an address, which differs in each run.
     if value is None or isinstance(value, int | float | complex | str | bytes):
         text = repr(value)
