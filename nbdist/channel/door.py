@@ -175,10 +175,11 @@ class DoorLink(_Post):
         super().__init__(zmq.DEALER, {zmq.SNDHWM: 0, zmq.RCVHWM: 0, zmq.RECONNECT_IVL: -1}, take, tick)
         self.socket.set(zmq.ROUTING_ID, b"c" + os.urandom(NAME_BYTES - 1))  # ZeroMQ's own names begin with a zero
         self.socket.set(zmq.IPV6, int("[" in address))
-        CurveKeys(*zmq.curve_keypair()).secure(self.socket, key.encode())
         try:
+            CurveKeys(*zmq.curve_keypair()).secure(self.socket, key.encode())
             self._start(lambda: self.socket.connect(address))
         except zmq.ZMQError as error:
+            self._context.destroy(0)
             raise ChannelError(f"the address {address} of a swarm's door cannot be used: {error}") from error
 
 

@@ -152,7 +152,10 @@ def _call_for_client(name: str, method: str, /, *arguments: Any, **keywords: Any
     if not isinstance(found, Future):
         result, found = found, Future()
         found.set_result(result)
-    return found
+    try:
+        return found
+    finally:
+        del found  # the frames of its error must not hold it
 
 
 for _each in (_call_later, _call_for_client):

@@ -82,12 +82,12 @@ def connect(address: str | Path) -> Swarm:
             _users[agent] = 0
         if agent in _users:
             _users[agent] += 1
-    if parts[0] != (own := agent.options.init_method) and {*map(_kind, (parts[0], own))} == {"file"}:
-        raise UsageError(
-            "this process has workers of its own, and RPC has one world: connect in a program or notebook without "
-            "workers"
-        )
     try:
+        if parts[0] != (own := agent.options.init_method) and {*map(_kind, (parts[0], own))} == {"file"}:
+            raise UsageError(
+                "this process has workers of its own, and RPC has one world: connect in a program or notebook without "
+                "workers"
+            )
         return _connect(agent, Address(*parts[1:]), at_close=partial(_leave, agent))
     except BaseException:
         _leave(agent)

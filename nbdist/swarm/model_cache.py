@@ -20,6 +20,7 @@ from nbdist.errors import UsageError
 
 # The methods with which generation changes a cache between two steps. The servers repeat them on their caches.
 OPERATIONS = ("reorder_cache", "crop", "batch_repeat_interleave", "batch_select_indices", "activate_past_recording")
+_BY_INDEX = ("reorder_cache", "batch_select_indices")  # of these, those that name sequences by their indices
 
 # True if the argument of `crop` is the new length, as in transformers 5.0: there, 0 would remove all tokens.
 _CROPS_TO_A_LENGTH = "max_length" in inspect.signature(DynamicLayer.crop).parameters
@@ -145,6 +146,13 @@ def operate(cache: Any, name: str, args: Sequence[Any], begin: int, end: int) ->
         raise UsageError(f"a cache has no operation {name!r}, only {', '.join(OPERATIONS)}")
     if name == "crop" and _CROPS_TO_A_LENGTH and not args[0]:  # 0 would be the new length
         return
+    filled = [layer.keys for layer in cache.layers[begin:end] if layer.is_initialized and hasattr(layer, "keys")]
+    if name in _BY_INDEX and filled:
+        index = torch.as_tensor(args[0]).cpu()
+        rows = min(keys.shape[0] for keys in filled)
+        # On a GPU, such an index would end all work of the process.
+        if index.dtype != torch.bool and index.numel() and not 0 <= int(index.min()) <= int(index.max()) < rows:
+            raise UsageError(f"the cache has {rows} sequences, and {name} asks for others")
     for layer in cache.layers[begin:end]:
         method = getattr(layer, name, None)
         # In a layer without entries nothing can change; but recording must begin before the first entries.

@@ -196,13 +196,15 @@ class Placer:
         self.stop()
         found = FarPlacer(news.placer, lambda: None, self._facts.host).follow(news)
         found.client = self.crew.address
+        weakref.finalize(self.crew, found.leave).atexit = False
         return found
 
     def take_over(self, before: SwarmNews) -> None:
         """Take the servers over from the placer of the news ``before``, which is lost."""
         crew = self.crew
         with self._arranging, crew.working():
-            self._directory.reset(before.entries, before.clients)
+            usage = {client: each for client, each in before.usage.items() if self._agent.member(client) is not None}
+            self._directory.reset(before.entries, before.clients, usage)
             own = self.news()
             for entry in own.entries:
                 if self._agent.member(entry.incarnation) is None:  # nobody has told this crew

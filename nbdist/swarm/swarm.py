@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, SupportsIndex
 
 from nbdist.amounts import counted, size
-from nbdist.errors import UsageError
+from nbdist.errors import NbdistError, UsageError
 from nbdist.rpc import api
 from nbdist.swarm import adapter
 from nbdist.swarm.client.crew import Crew, Gone
@@ -25,6 +25,7 @@ from nbdist.swarm.placer import Placer
 from nbdist.swarm.policy import Recover, check_count
 from nbdist.swarm.server.neighbours import Address
 from nbdist.swarm.server.server import Info
+from nbdist.swarm.server.sources import FarWeights, offer
 
 if TYPE_CHECKING:
     from nbdist.swarm.http.endpoint import Endpoint
@@ -295,7 +296,8 @@ class Swarm:
         self.crew.check_open()
         if not self.crew.is_member:
             raise UsageError("this process is a client by an invitation, and cannot invite others: copy its file")
-        source = self._placer.facts().source
+        far = isinstance(self.checkpoint.weights, FarWeights)  # else this process reads the file for the clients
+        source = self._placer.facts().source if far else offer(self.checkpoint)
         weights = Address(source.client, source.name)
         door = Doorkeeper(self.crew, self.journal, self.checkpoint.config, weights, host, port)
         self._doors.append(door)
@@ -326,6 +328,8 @@ class Swarm:
         self.crew.closed = True  # first: what fails from now on in other threads says that the swarm is closed
         for door in self._doors:
             door.close()
+        with contextlib.suppress(NbdistError):  # RPC may have ended
+            self.crew.note_usage(self.crew.incarnation, {})
         self._placer.close()
         self.sessions.close()
         self.journal.news()

@@ -20,6 +20,7 @@ import torch
 
 from nbdist.errors import EncodeError, ProtocolError
 
+_MOST_DIMENSIONS = 64  # of a tensor
 _MOST_TENSORS = 10_000  # of a message
 _LARGEST_HEAD = 1 << 26  # bytes: as objects, they may need twenty times as much memory
 _ALL = "bool uint8 int8 int16 int32 int64 float16 bfloat16 float32 float64"
@@ -53,12 +54,12 @@ def _bytes_of(tensor: torch.Tensor) -> memoryview:
     return memoryview(data)
 
 
-def decode(data: bytes, kind: Any) -> Any:
+def decode(data: bytes, kind: Any, largest: int = _LARGEST_HEAD) -> Any:
     """Return the value of a type in bytes that anybody may have made. Raises ProtocolError for any other bytes."""
     try:
         end = 4 + int.from_bytes(data[:4])
-        if end > _LARGEST_HEAD:
-            raise ProtocolError(f"its head has {end} bytes, more than {_LARGEST_HEAD}")
+        if end > largest:
+            raise ProtocolError(f"its head has {end} bytes, more than {largest}")
         whole, kinds = msgspec.msgpack.decode(data[4:end], type=_Head)
         tensors = _tensors(memoryview(data)[end:], kinds)
         return msgspec.msgpack.decode(
@@ -79,8 +80,10 @@ def _tensors(data: memoryview, kinds: list[tuple[str, tuple[int, ...]]]) -> list
     found: list[torch.Tensor] = []
     for name, shape in kinds:
         dtype = _DTYPES[name]
+        if len(shape) > _MOST_DIMENSIONS or any(each < 0 for each in shape):  # first: the product may take hours
+            raise ProtocolError("its tensors have shapes of no tensors")
         nbytes = math.prod(shape) * dtype.itemsize
-        if any(each < 0 for each in shape) or nbytes > len(data) or len(kinds) > _MOST_TENSORS:
+        if nbytes > len(data) or len(kinds) > _MOST_TENSORS:
             raise ProtocolError("its tensors are not in it")
         # Into memory of torch's own, which is aligned: elsewhere, sums may have other last bits.
         tensor = torch.empty(shape, dtype=torch.uint8 if dtype is torch.bool else dtype)

@@ -220,6 +220,17 @@ def test_who_is_gone_hears_no_more_and_others_do(place):
     wait_until(lambda: place.directory.add(entry("worker3")) or len(place.directory._watchers), equals=watchers - 1)
 
 
+def test_who_closes_his_swarm_has_nothing_and_hears_no_more(place):
+    with place.world[1].activate():
+        place.clients[1].crew.note_usage(place.clients[1].crew.incarnation, {"sessions": 1})
+    wait_until(lambda: len(place.directory.news().usage), equals=1)
+    watchers = len(place.directory._watchers)
+    with place.world[1].activate():
+        place.clients[1].close()
+    wait_until(lambda: len(place.directory.news().usage), equals=0)
+    wait_until(lambda: place.directory.add(entry("worker3")) or len(place.directory._watchers), equals=watchers - 1)
+
+
 # -- without clients ------------------------------------------------------------------------------
 
 

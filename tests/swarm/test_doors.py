@@ -13,6 +13,7 @@ from unittest import mock
 
 import pytest
 import torch
+import zmq
 from helpers.hosts.other_hosts import can_make_hosts, hosts
 from helpers.models import swarm_models
 from helpers.processes import swarm_clients
@@ -292,7 +293,7 @@ def test_invitations_that_are_none(served, tmp_path, monkeypatch):
 def test_a_door_that_does_not_answer(served, monkeypatch):
     _, _, file = served
     said = json.loads(file.read_text())
-    file.write_text(json.dumps({**said, "key": said["key"][::-1]}))
+    file.write_text(json.dumps({**said, "key": zmq.curve_keypair()[0].decode()}))
     monkeypatch.setattr("nbdist.swarm.doors.outside.SILENT_SECONDS", 1.0)
     with pytest.raises(WorkerLost, match="has not answered for 1 s: its process has ended, or cannot be reached"):
         connect(file)

@@ -213,6 +213,29 @@ def test_what_does_not_come_in_time_is_an_error(client):
     assert one.step("s", 0).wait().result.shape == (1, 5, 32)  # nothing has happened to the session
 
 
+def test_only_so_many_steps_wait_for_what_goes_in(client, monkeypatch):
+    monkeypatch.setattr("nbdist.swarm.server.server._MOST_ASKED", 2)
+    one = client()
+    one.open("s")
+    waiting = [one.step("s", number, hidden=torch.empty(0), patience=5.0) for number in range(2)]
+    with pytest.raises(UsageError, match="has 2 steps without an input"):
+        one.step("s", 1, hidden=torch.empty(0), patience=5.0).wait(10)
+    one.server.rpc_sync().close("s")
+    for each in waiting:
+        with pytest.raises(NoSession):
+            each.wait(10)
+
+
+def test_a_cache_has_no_other_sequences_than_its_own(llama):
+    cache = model_cache.new_cache(llama[1])
+    cache.layers[0].update(torch.ones(2, 2, 3, 4), torch.ones(2, 2, 3, 4))
+    model_cache.operate(cache, "reorder_cache", (torch.tensor([1, 1]),), 0, 1)
+    for wrong in ([2, 0], [0, -1], [10**6]):
+        with pytest.raises(UsageError, match="the cache has 2 sequences, and reorder_cache asks for others"):
+            model_cache.operate(cache, "reorder_cache", (torch.tensor(wrong),), 0, 1)
+    assert cache.layers[0].keys.shape == (2, 2, 3, 4)
+
+
 def test_a_session_that_is_closed_lets_go_of_who_waits(client):
     one = client()
     one.open("s")

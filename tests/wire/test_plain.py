@@ -5,6 +5,7 @@ import random
 from enum import Enum
 from typing import Any, NamedTuple
 
+import msgspec
 import pytest
 import torch
 from hypothesis import given
@@ -131,3 +132,14 @@ def test_a_value_that_is_too_deep_is_an_error():
     head = plain.msgspec.msgpack.encode((deep, []))
     with pytest.raises(ProtocolError):
         plain.decode(len(head).to_bytes(4) + head, Any)
+
+
+def test_a_shape_of_any_length_is_no_tensors():
+    head = msgspec.msgpack.encode((msgspec.msgpack.encode(0), [("float32", (2**63 - 1,) * 100_000)]))
+    with pytest.raises(ProtocolError, match="shapes of no tensors"):
+        plain.decode(len(head).to_bytes(4) + head, int)
+
+
+def test_a_receiver_may_want_small_heads():
+    with pytest.raises(ProtocolError, match="more than 100"):
+        plain.decode(plain.encode("x" * 200), str, 100)

@@ -104,11 +104,14 @@ class Directory:
         with self._changing():
             self._entries = {name: change(entry) for name, entry in self._entries.items()}
 
-    def reset(self, entries: Sequence[ServerEntry], clients: Sequence[Address]) -> None:
-        """Replace the entries by those of another directory, and add its clients."""
+    def reset(
+        self, entries: Sequence[ServerEntry], clients: Sequence[Address], usage: Mapping[int, Usage] | None = None
+    ) -> None:
+        """Replace the entries by those of another directory, and add its clients, and what they have."""
         with self._changing():
             self._entries = {entry.name: entry for entry in entries}
             self._clients |= dict.fromkeys(clients)
+            self._usage = {**(usage or {}), **self._usage}
 
     def enter(self, client: Address) -> None:
         """Add a client of the swarm; does nothing if it is here already."""

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from nbdist.errors import NbdistError, UsageError, WorkerLost
 from nbdist.rpc.api import current_agent
+from nbdist.rpc.futures import Future
 from nbdist.rpc.named import NotOffered
 from nbdist.swarm.directory.directory import SwarmNews, Usage
 from nbdist.swarm.directory.entry import ServerEntry
@@ -21,6 +23,8 @@ CLOSED = "this swarm is closed: call nbdist.swarm.serve again"
 # Seconds without an answer of the placer after which a client asks a server whether there is another placer.
 _PATIENCE = 5.0
 _SUCCEED_SECONDS = 60.0  # for that server's answer: it may have to become the placer itself
+_NEWS_SECONDS = 15.0  # until a door has told a client of the next placer
+_LOOK_SECONDS = 0.05  # between two looks for that
 
 
 class PlacerReplaced(NbdistError):
@@ -108,7 +112,9 @@ class FarPlacer:
         client, self.client = self.client, None
         if client is not None:
             with contextlib.suppress(NbdistError):  # RPC may have ended
-                current_agent().at(*self.address).cast("leave", client)
+                agent = current_agent()
+                agent.named.withdraw(client.name)  # a placer that does not hear of it finds nobody
+                agent.at(*self.address).cast("leave", client)
 
     def news(self) -> SwarmNews:
         """Ask what the directory has now."""
@@ -166,7 +172,7 @@ class FarPlacer:
                 while not asked.done():
                     with contextlib.suppress(Exception):  # an error of the call is raised below
                         asked.wait(_PATIENCE)
-                    if not asked.done() and self._find_next(news):
+                    if not asked.done() and self._find_next(news, asked):
                         break
                 else:
                     return asked.wait()
@@ -174,27 +180,43 @@ class FarPlacer:
                 self.follow(error.news)
             except (NotOffered, WorkerLost) as error:
                 lost = isinstance(error, WorkerLost)
-                if lost and (self._outside or (news and agent.member(news.term.incarnation) is not None)):
-                    raise  # of a worker that was to load blocks, or of the door
+                if lost and not self._outside and news and agent.member(news.term.incarnation) is not None:
+                    raise  # of a worker that was to load blocks
                 del asked  # it has the error, which refers to this frame
                 if not self._find_next(news):
                     if not lost:
                         raise UsageError(CLOSED) from None
+                    if self._outside:
+                        raise
                     raise WorkerLost(
                         "the process that served this swarm is gone, and no server is known that goes on without it: "
                         "connect to the address of a program that uses the swarm, or serve the model again"
                     ) from error
 
-    def _find_next(self, before: SwarmNews | None) -> bool:
-        """Have a server find or make another placer than that of the news ``before``; return whether there is one."""
+    def _find_next(self, before: SwarmNews | None, asked: Future[Any] | None = None) -> bool:
+        """Have a server find or make another placer than that of the news ``before``; return whether there is one.
+
+        Gives up once ``asked``, a call of the placer before, has an answer.
+        """
         if before is None or self._news is None or self._news.term > before.term:  # somebody has told meanwhile
             return before is not None
-        if self._outside:  # the door has news
-            return False
+        if self._outside:  # the door tells news
+            until = time.monotonic() + (_NEWS_SECONDS if asked is None else 0.0)
+            while self._news.term <= before.term and not self._outside.closed and time.monotonic() < until:
+                time.sleep(_LOOK_SECONDS)
+            return self._news.term > before.term
         agent = current_agent()
-        for entry in successors(before.entries, {each.incarnation: each.host for each in agent.members()}, self._host):
+        # A server in the placer's own process is as frozen as the placer.
+        others = [each for each in before.entries if each.incarnation != before.term.incarnation]
+        for entry in successors(others, {each.incarnation: each.host for each in agent.members()}, self._host):
             with contextlib.suppress(NbdistError):  # such as `CLOSED`; others may know more
-                found: SwarmNews = agent.at(*entry.address.deputy).ask("succeed", before.term, timeout=_SUCCEED_SECONDS)
+                answer = agent.at(*entry.address.deputy).call("succeed", before.term, timeout=_SUCCEED_SECONDS)
+                while not answer.done():
+                    with contextlib.suppress(Exception):  # an error is raised below
+                        answer.wait(_PATIENCE)
+                    if asked is not None and asked.done():
+                        return False
+                found: SwarmNews = answer.wait()
                 self.follow(found)
                 if found.term > before.term and self.client is not None:  # the next placer may not have heard of it
                     agent.at(*found.placer).cast("watch", self.client)

@@ -33,6 +33,7 @@ from nbdist.swarm.adapter import CACHE, LayerCall
 from nbdist.swarm.client.crew import Crew
 from nbdist.swarm.client.journal import Journal
 from nbdist.swarm.directory.directory import SwarmNews
+from nbdist.swarm.directory.placing import PlacerReplaced
 from nbdist.swarm.doors.client_invitation import ClientInvitation
 from nbdist.swarm.history import Step
 from nbdist.swarm.server.neighbours import Address
@@ -41,6 +42,7 @@ from nbdist.wire import plain
 NEWS, END, WELCOME = -1, -2, 0
 SILENT_SECONDS = 12.0  # after which either end takes the other for dead, as agents do (`nbdist.wire.peer`)
 _MOST = 1000  # links; calls of a link without an answer
+_LARGEST_CALL = 1 << 18  # bytes of a call without its tensors: hashes of keys that collide take seconds for more
 _LONGEST = 3600.0  # seconds that a client's call may take
 
 _Name = Annotated[str, Meta(max_length=100)]
@@ -130,9 +132,10 @@ class Doorkeeper:
             self._send(who, WELCOME, None, (news.placer, self._weights, facts, news.for_outside()))
 
     def _call(self, crew: Crew, link: _Link, data: bytes) -> None:
-        number, to, name, method, given, keywords, seconds = plain.decode(data, _CALL)
+        number, to, name, method, given, keywords, seconds = plain.decode(data, _CALL, _LARGEST_CALL)
         if number in link.pending or len(link.pending) >= _MOST:
             raise ProtocolError(f"a call with the number of another one, or {_MOST} calls at a time")
+        seconds = min(_LONGEST, seconds) if seconds > 0 else _LONGEST  # NaN, too
         kind, within = ARGUMENTS.get(method), partial(min, _LONGEST)  # in this order, NaN gives the limit
         args = list(convert(given, kind)) if kind is not None else []  # else `named` refuses the call
         keywords = {key: within(value) for key, value in convert(keywords, _KEYWORDS).items()}
@@ -158,7 +161,7 @@ class Doorkeeper:
                 args[2] = _layer_call(args[2])
         link.pending.add(number)
         # No variable holds the future: an error of a lost worker keeps this frame, and the future keeps the error.
-        self._agent.at(to, name).for_client(method, tuple(args), keywords, within(seconds)).add_done_callback(
+        self._agent.at(to, name).for_client(method, tuple(args), keywords, seconds).add_done_callback(
             partial(self._answer, link, number)
         )
 
@@ -176,7 +179,9 @@ class Doorkeeper:
                 )
         except EncodeError as unplain:
             error = unplain
-        self._send(link.who, number, type(error).__name__, str(error))
+        # A client hears of the next placer by the news.
+        name = "NotOffered" if isinstance(error, PlacerReplaced) else type(error).__name__
+        self._send(link.who, number, name, str(error))
 
     def _send(self, who: bytes, *message: Any) -> None:
         self._door.send(who, plain.encode(message))

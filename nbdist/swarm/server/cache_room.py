@@ -10,6 +10,7 @@ from nbdist.rpc.waits import blocking_wait
 from nbdist.swarm.server.cache_budget import Budget, CacheFull, Ticket
 from nbdist.swarm.server.session_caches import NoSession, ServerSession
 
+_MOST = 2**63 - 1  # a client may say that it expects any number of tokens, and answers carry these numbers
 _GROWTH = 1.25  # a session that outgrows what it expected reserves this many times its need, and so seldom asks again
 
 
@@ -26,7 +27,7 @@ class Room:
     @property
     def used(self) -> int:
         """The bytes that are reserved."""
-        return self._budget.used
+        return min(self._budget.used, _MOST)
 
     @property
     def wanting(self) -> int:
@@ -36,7 +37,7 @@ class Room:
 
     def of(self, session: ServerSession) -> int:
         """Return the bytes that a session has reserved for its span."""
-        return self._budget.of(session)
+        return min(self._budget.of(session), _MOST)
 
     def reserve(self, id: str, session: ServerSession, per_token: float, tokens: int, deadline: float) -> None:
         """Reserve memory for ``tokens`` tokens of ``per_token`` bytes; do nothing if the session has that much.

@@ -48,6 +48,9 @@ if TYPE_CHECKING:
     from nbdist.wire.messages import Record
 
 
+_MOST_ASKED = 1000  # steps of a session that wait for their inputs
+
+
 class NotHere(NbdistError):
     """A server does not have a block any more: the swarm has moved the block to another server."""
 
@@ -326,6 +329,10 @@ class Server:
             # Under the lock: `end` fails the calls that it finds in `asked`, and this one would come too late.
             if session.ended:
                 raise NoSession(session.ended)
+            if len(session.asked) >= _MOST_ASKED:
+                raise UsageError(
+                    f"session {id} has {_MOST_ASKED} steps without an input: no client has more than a few"
+                )
             if there is not None:
                 session.give(number, there)
             session.asked.append(asked)
@@ -403,6 +410,7 @@ class Server:
                     f"session {key[0]} is over on this server: {type(error).__name__} in a step left its caches "
                     "incomplete"
                 )
+                session.cache = None  # nobody continues it
                 raise
             seconds = time.perf_counter() - began
             session.taken_to(asked.number, found)
@@ -418,10 +426,11 @@ class Server:
         seconds: float = self._run("step", rows * tokens, asked.points, (work, None))
         used, length = model_cache.nbytes(session.cache, span), model_cache.length(session.cache, span)
         cells = rows * length * len(step.calls)
-        if used and cells and not self._per_token:
+        lengths = {model_cache.length(session.cache, (number, number + 1)) for number in range(*span)}
+        if used and cells and not self._per_token and len(lengths) == 1:  # a client may leave caches out
             self._per_token = used / cells
         # The true size: a server's first step has no estimate, and the caches of blocks may differ.
-        self._room.reserve(key[0], session, used / max(1, length), length, deadline)
+        self._room.reserve(key[0], session, used / max(1, length), max(1, length), deadline)
         return seconds
 
     def export(self, id: str, begin: int, first: int, last: int, patience: float) -> tuple[Any, ...]:

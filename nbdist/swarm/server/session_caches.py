@@ -129,7 +129,7 @@ class ServerSession:
         """Fail the calls whose input has not arrived by their deadline with TimeoutError."""
         with self.changed:
             late = [each for each in self.asked if each.deadline <= now]
-            self.asked = [each for each in self.asked if each not in late]
+            self.asked = [each for each in self.asked if each.deadline > now]
         for each in late:
             error = TimeoutError(
                 f"the input of step {each.number} has not arrived in time, neither from the server before this one nor "
