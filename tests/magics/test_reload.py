@@ -42,7 +42,7 @@ def project(tmp_path_factory):
 @pytest.fixture(scope="module")
 def two(project):
     project.write(CODE.format(factor=2))
-    path = os.pathsep.join([str(project.folder), os.environ.get("PYTHONPATH", "")])
+    path = os.pathsep.join(filter(None, [str(project.folder), os.environ.get("PYTHONPATH")]))  # "" is this folder
     with Notebook(env={"PYTHONPATH": path}) as notebook:
         notebook.run("%dist_init -n 2 --preload losses", timeout=120)
         notebook.run("import losses")

@@ -96,7 +96,8 @@ class Debugger:
         """Keep an error, in place of the last one."""
         if isinstance(error, MemoryError | torch.OutOfMemoryError):
             self.last_error = None  # the frames hold what a second attempt with less needs
-        elif isinstance(error, Exception) and not isinstance(error, DebuggerQuit):
+        # An error of nbdist's own arises where the user's code waits, as when a worker dies or Ctrl-C ends a step.
+        elif isinstance(error, Exception) and not isinstance(error, NbdistError):
             self.last_error = error
 
     def _after_cell(self, result: Any) -> None:
