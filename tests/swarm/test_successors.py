@@ -1,6 +1,7 @@
 """The swarm outlives the process that has served it, as long as others use it: a server's process takes its place."""
 
 import contextlib
+import gc
 import os
 import signal
 import subprocess
@@ -162,7 +163,8 @@ def test_a_member_of_another_host_that_was_lost_and_awakes_reaches_nobody():
                 swarm_models.generate(other.causal_lm(), "greedy"), swarm_models.generate(model, "greedy")
             )
         wait_until(lambda: not folder.exists())
-        wait_until(lambda: not swarm_models.servers_here())
+        # Errors of lost members refer to the frames of their calls until garbage is collected.
+        wait_until(lambda: gc.collect() >= 0 and not swarm_models.servers_here())
 
 
 def test_a_server_that_joins_a_placer_which_is_replaced_is_closed(world, monkeypatch):
