@@ -1,16 +1,14 @@
 """Three workers for tests that kill them."""
 
-import gc
-
 import pytest
+from helpers.models import swarm_models
 
 import nbdist
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _no_garbage_of_other_files():
-    """Errors that a test of another file has seen may refer to its servers, which tests here count."""
-    gc.collect()
+def _no_servers_of_other_files():
+    swarm_models.forget_servers()
 
 
 @pytest.fixture(scope="module")

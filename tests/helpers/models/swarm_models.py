@@ -93,6 +93,15 @@ def begin_a_text(server):
     server.rpc_sync().open("a text", 0, cache, api.current_agent().me.incarnation)
 
 
+_of_others = set()  # the names of servers that an error of an earlier file's tests keeps
+
+
+def forget_servers():
+    """Leave the servers that are here now out of `servers_here`."""
+    gc.collect()
+    _of_others.update(servers_here())
+
+
 def servers_here():
     """The servers of this process, in which all workers of a `World` are, by their names."""
-    return {each.name: each for each in gc.get_objects() if type(each) is Server}
+    return {each.name: each for each in gc.get_objects() if type(each) is Server and each.name not in _of_others}
