@@ -44,13 +44,15 @@ class PageDebugger:
         self._forget = agent.on_lost(self._on_lost)
 
     def close(self) -> None:
-        """Let the page debug the notebook's kernel again. Call this once."""
+        """Let the page debug the notebook's kernel again. A second call does nothing."""
+        if self.worker.on_debug_event is None:
+            return
         self.worker.on_debug_event = None
         self._forget()
         self._shell.events.unregister("pre_run_cell", self._begin)
         del self._shell.kernel.do_debug_request
+        self._hold(False)
         with contextlib.suppress(NbdistError):  # the worker is gone, or the whole cluster
-            self._hold(False)
             self._page.ask("leave", timeout=_ANSWERS_WITHIN)
 
     def _on_event(self, event: dict[str, Any]) -> None:
@@ -69,7 +71,8 @@ class PageDebugger:
             self._stops.hold(self.worker.name, "a line that JupyterLab shows")
         else:
             self._stops.left(self.worker.name, 0, 0)
-        recorder().freeze(self, stands)
+        with contextlib.suppress(NbdistError):  # RPC has ended in this process
+            recorder().freeze(self, stands)
 
     def _begin(self, info: Any) -> None:
         with contextlib.suppress(NbdistError):  # the cell says what is wrong with the worker

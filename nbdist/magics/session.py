@@ -123,10 +123,12 @@ class NotebookSession:
         if others:
             raise UsageError(f"JupyterLab's debugger debugs one worker, not {1 + len(others)}: --lab {found.name}")
         self._page_debugger = PageDebugger(self._shell, found, cluster.kernel_thread, cluster.agent, cluster.stops)
+        cluster.farewells.append(self._page_debugger.close)
         return (
             f"JupyterLab's debugger debugs {found.name}: click its bug, at the top right of the notebook, off and on, "
-            "then left of a line of a cell with %%remote. While it is on, debugpy listens on the loopback of the "
-            f"host of {found.name} without a password: `%dist_debug --lab off` turns it off."
+            "then left of a line of a cell with %%remote. `%dist_debug --lab off` gives it back to the notebook. Once "
+            f"on, debugpy listens on the loopback of the host of {found.name} without a password, until {found.name} "
+            f"ends: `%dist_restart {found.name}`."
         )
 
     def close(self) -> None:

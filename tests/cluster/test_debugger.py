@@ -77,6 +77,17 @@ def test_jupyterlabs_debugger_debugs_one_worker(notebook):
     assert "debugs the notebook again" in notebook.run("%dist_debug --lab off").stdout
 
 
+def test_jupyterlabs_debugger_debugs_the_notebook_again_once_the_cluster_has_ended():
+    with Notebook() as notebook:
+        notebook.run("%dist_init -n 1 --backend none")
+        notebook.run("%dist_debug --lab 0")
+        is_turned = "'do_debug_request' in vars(get_ipython().kernel)"
+        assert notebook.run(is_turned).result == "True"
+        notebook.run("%dist_shutdown")
+        assert notebook.run(is_turned).result == "False"
+        assert "debugs the notebook again" in notebook.run("%dist_debug --lab off").stdout
+
+
 def test_a_worker_that_another_worker_has_called_stops(notebook):
     answer(notebook, "w", "up", "p 'outer', y", "c")
     notebook.run(

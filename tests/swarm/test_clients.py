@@ -1,6 +1,5 @@
 """Several processes use one swarm: each writes, and blocks are given to workers by one placer."""
 
-import contextlib
 import gc
 import json
 import os
@@ -181,18 +180,9 @@ def world():
         yield world
 
 
-@contextlib.contextmanager
-def another(world, address):
-    """The swarm as worker3 uses it."""
-    with world[3].activate():
-        other = connect(address)
-    yield other
-    other.close()
-
-
 def test_a_move_that_is_not_ended_gives_no_block_to_two(world):
     swarm = serve(swarm_models.make("llama"), workers=[0, 1])
-    with another(world, swarm.address()) as other:
+    with swarm_clients.another(world, swarm.address()) as other:
         with mock.patch.object(FarPlacer, "unload", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
             other.move(0, 2, "worker1")
         swarm.move(4, 5, "worker0")  # worker0 still has the weights of blocks 0 and 1
@@ -210,7 +200,7 @@ def test_a_server_that_serves_again_is_not_dismissed(world):
             swarm.leave("worker1")  # it alone has the blocks now
         dismiss(placer, server)
 
-    with another(world, swarm.address()) as other:
+    with swarm_clients.another(world, swarm.address()) as other:
         with mock.patch.object(FarPlacer, "dismiss", late), pytest.raises(UsageError, match="worker1 serves again"):
             other.leave("worker1")
         assert swarm.blocks == {"worker1": [0, 1, 2]}  # what it had itself
@@ -223,7 +213,7 @@ def test_who_leaves_takes_no_blocks(world):
     def late(placer, server):
         swarm.move(0, 6, server.worker)
 
-    with another(world, swarm.address()) as other:
+    with swarm_clients.another(world, swarm.address()) as other:
         refused = pytest.raises(UsageError, match="worker1 is draining, so it takes no blocks")
         with mock.patch.object(FarPlacer, "dismiss", late), refused:
             other.leave("worker1")
@@ -234,7 +224,7 @@ def test_who_leaves_takes_no_blocks(world):
 def test_who_alone_has_lost_a_worker_goes_on_with_another(world):
     model = swarm_models.make("llama")
     swarm = serve(model, workers=[1, 2])
-    with another(world, swarm.address()) as other:
+    with swarm_clients.another(world, swarm.address()) as other:
         other.crew.lose(other.crew.member("worker1").incarnation, "only here")
         with world[3].activate():
             assert torch.equal(
@@ -246,7 +236,7 @@ def test_who_alone_has_lost_a_worker_goes_on_with_another(world):
 
 def test_two_let_one_worker_join_at_once(world):
     swarm = serve(swarm_models.make("llama"), workers=[1])
-    with another(world, swarm.address()) as other:
+    with swarm_clients.another(world, swarm.address()) as other:
         threads = [
             threading.Thread(target=each.join, args=("worker2", *span))
             for each, span in [(swarm, (0, 2)), (other, (4, 6))]
@@ -264,7 +254,7 @@ def test_two_let_one_worker_join_at_once(world):
 
 def test_a_swarm_ends_with_its_last_use_in_the_process_that_serves(world):
     swarm = serve(swarm_models.make("llama"), workers=[0, 1])
-    with another(world, swarm.address()) as other:
+    with swarm_clients.another(world, swarm.address()) as other:
         gc.collect()
         gc.disable()  # no cycle must keep it
         try:
@@ -280,6 +270,6 @@ def test_a_swarm_ends_with_its_last_use_in_the_process_that_serves(world):
 def test_a_spending_function_stays_with_its_client(world):
     lock = threading.Lock()
     swarm = serve(swarm_models.make("llama"), workers=[0], spend=lambda kind, tokens: float(lock.locked()))
-    with another(world, swarm.address()) as other:
+    with swarm_clients.another(world, swarm.address()) as other:
         assert other.crew.policy.spend("step", 1) == 0.0
     swarm.close()

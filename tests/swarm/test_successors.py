@@ -83,15 +83,6 @@ def world():
         yield world
 
 
-@contextlib.contextmanager
-def another(world, address):
-    """The swarm as worker3 uses it."""
-    with world[3].activate():
-        other = connect(address)
-        yield other
-        other.close()
-
-
 def deputies(world, swarm):
     agents = {agent.me.name: agent for agent in world}
     return [agents[each.name].named.find(each.address.deputy.name) for each in swarm.crew.members]
@@ -145,7 +136,7 @@ def test_a_member_of_another_host_that_was_lost_and_awakes_reaches_nobody():
         with world[0].activate():
             swarm = serve(model, workers=[1, 2])
             address, folder = swarm.address(), swarm.checkpoint.folder
-        with another(world, address) as other:
+        with swarm_clients.another(world, address) as other:
             for agent in world.agents[1:]:
                 agent.lose(world[0].me.incarnation, "has been silent for 12 s")
             wait_until(lambda: other.crew.placing.address.worker in ("worker1", "worker2"))
@@ -189,7 +180,7 @@ def test_a_server_that_joins_a_placer_which_is_replaced_is_closed(world, monkeyp
 
 def test_neither_placer_nor_server_is_left(world):
     swarm = serve(swarm_models.make("llama"), workers=[1])
-    with another(world, swarm.address()) as other:
+    with swarm_clients.another(world, swarm.address()) as other:
         world.kill(1)
         world.kill(0)
         with pytest.raises(WorkerLost, match="no server is known that goes on without it"):

@@ -1,5 +1,6 @@
 """What a worker does with a swarm that another process serves."""
 
+import contextlib
 import os
 import signal
 
@@ -119,3 +120,16 @@ def members():
 def withdraw(name):
     """On a worker: let nobody call an object any more."""
     api.current_agent().named.withdraw(name)
+
+
+# -- in a `World` ---------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def another(world, address):
+    """The swarm as worker3 uses it."""
+    with world[3].activate():
+        other = connect(address)
+    yield other
+    with world[3].activate():
+        other.close()
