@@ -130,6 +130,17 @@ def test_inside_of_a_call_too(three):
     assert SAYS_OLD in shown
 
 
+def test_after_a_stop_on_one_worker_no_other_waits_in_the_group(three):
+    cell = three.execute("dist.all_reduce(torch.ones(1))", 1, block=False)
+    time.sleep(1)
+    cell.cancel()
+    # Between worker0 and worker2 all connections are whole.
+    code = "dist.send(torch.ones(1), 2) if dist.get_rank() == 0 else dist.recv(torch.ones(1), 0)"
+    with pytest.raises(nbdist.GroupError, match="an interrupt has broken this process group off") as ended:
+        three.execute(code, [0, 2], timeout=LIMIT)
+    assert {error.worker for error in ended.value.errors} == {"worker0", "worker2"}
+
+
 def test_after_stop_the_next_collective_says_what_to_do_in_one_line(three):
     cell = three.execute("dist.all_reduce(torch.ones(1))", [0, 1], block=False)
     time.sleep(1)

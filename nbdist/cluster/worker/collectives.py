@@ -120,7 +120,7 @@ class Collectives:
     held while connections are shut and while the group changes, so that none of the next group is shut.
     """
 
-    METHODS = ("backend", "break_off", "histories", "place")
+    METHODS = ("backend", "break_off", "histories", "note_broken", "place")
 
     def __init__(self) -> None:
         self._agent: Agent | None = None  # None before `follow`
@@ -139,6 +139,9 @@ class Collectives:
         self._spans_hosts = False  # True if members of the present group may be on other hosts
         # When an interrupt has broken off a collective of the present group, by the ident of the waiting thread.
         self._broken: dict[int, float] = {}
+        # The names of groups that were broken off on another worker, None for all, and that this worker leaves too when
+        # its next cell begins.
+        self._broken_elsewhere: list[str | None] = []
         self.generation = 0
         """The number of the present group, by `initialise`."""
         self._stop_forming = threading.Event()  # set when an interrupt ends the forming of the present group here
@@ -207,6 +210,7 @@ class Collectives:
             self._formed, self._forming_since = False, time.time_ns()
             self._record_server.note_forming(record_socket(told.folder, told.name))
             self._broken.clear()
+            self._broken_elsewhere.clear()
             self._stop_forming.clear()
             self._lost.clear()
             self._store, self.generation = self._open_store(told, generation), generation
@@ -512,6 +516,7 @@ class Collectives:
                 return ""
             self._broken[ident] = time.monotonic()
             if not groups:
+                self._tell_others(group)
                 return "its process group was broken off; `%dist_restart -p` forms it anew"
             done, generation = self._abort(groups, but=ident), self.generation
         if done:
@@ -519,6 +524,29 @@ class Collectives:
             # group.
             self._ask_notebook("form_group_anew", generation, wait=_NOTEBOOK_ANSWERS_WITHIN)
         return _ABORTED if done else ""
+
+    def _tell_others(self, group: str | None) -> None:
+        # Else a member without a connection to this worker would wait in the group's next collective until its limit.
+        if (agent := self._agent) is not None:
+            for member in agent.membership.others():
+                if member.name != self._driver:
+                    agent.at(member.name, "collectives").cast("note_broken", self.generation, group)
+
+    def note_broken(self, generation: int, group: str | None) -> None:
+        """Note that another member has left a group, or all with None: the next cell here finds it broken off, too."""
+        with self._breaking:
+            if generation == self.generation:
+                self._broken_elsewhere.append(group)
+
+    def leave_broken(self) -> None:
+        """Leave the groups that were broken off on another worker. Called at the begin of each cell."""
+        # And not at once: a cell that still waits in the group is about to be stopped, and must say where.
+        if not self._broken_elsewhere:
+            return
+        with self._breaking:
+            noted, self._broken_elsewhere = self._broken_elsewhere, []
+            _shut([loop for loop, name in self._named_loops() if name in noted or None in noted])
+            self._broken[0] = time.monotonic()
 
     def was_broken_off(self, since: float) -> bool:
         """Return whether a collective of the main thread was broken off since a moment, by `time.monotonic`."""

@@ -55,6 +55,7 @@ def install(shell: Any, setup: Callable[[], WorkerSetup], collectives: Collectiv
 
     _replace(init_process_group, form)
     _replace(destroy_process_group, functools.wraps(destroy_process_group)(destroy))
+    shell.events.register("pre_run_cell", lambda _: collectives.leave_broken())
     shell.events.register("post_run_cell", lambda _: collectives.ask_for_group())
 
 
