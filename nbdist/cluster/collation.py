@@ -31,7 +31,7 @@ from nbdist.cluster.partings import Parting, find_odd_one, find_partings, say_la
 from nbdist.cluster.processes.last_operations import CALLED_LAST
 from nbdist.cluster.processes.probe import ANSWER_WITHIN, Probe
 from nbdist.cluster.worker import flight_recorder
-from nbdist.errors import NbdistError
+from nbdist.errors import GroupError, NbdistError
 from nbdist.rpc.agent import Agent
 from nbdist.rpc.futures import Future
 
@@ -134,6 +134,8 @@ class Collation:
         for each in partings:
             if self._key(each) not in self._told and (is_whole or not each.absent):
                 self._told.add(self._key(each))
+                if each.absent and any(error.name == GroupError.__name__ for error in cell.errors):
+                    continue  # the group is broken off, and its members call it in vain
                 goes_on = each.absent and not cell.errors
                 _print(cell, f"{each.text}{_SHIFTED if goes_on else ''}")
         for worker in self._workers:

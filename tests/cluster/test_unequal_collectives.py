@@ -1,6 +1,7 @@
 """A cell that ends although the workers have not called the same collectives says so; others say nothing."""
 
 import re
+import time
 
 import pytest
 from helpers.notebook.frontend import Notebook
@@ -104,6 +105,17 @@ def test_cells_for_some_workers_are_not_compared_with_what_others_have_not_run(n
     assert notebook.run("%%remote 0\nwork = dist.all_reduce(torch.ones(1), async_op=True)").stderr == ""
     assert notebook.run("%%remote 1,2\ndist.all_reduce(torch.ones(1))").stderr == ""
     assert notebook.run("%%remote\nrank").stderr == ""
+
+
+def test_what_a_broken_group_refuses_is_not_told(notebook):
+    waiting = notebook.send("%%remote 0\ndist.all_reduce(torch.ones(1))")
+    time.sleep(2)
+    notebook.interrupt()
+    notebook.finish(waiting)
+    for _ in range(2):
+        cell = notebook.run("%%remote\nif rank == 0:\n    dist.all_reduce(torch.ones(1))", check=False)
+        assert cell.error["ename"] == "GroupError"
+        assert "all_reduce #1" not in cell.stderr
 
 
 def test_who_is_not_in_a_group_is_told_at_the_users_line(notebook):
