@@ -54,6 +54,7 @@ class CellSender:
             cell = Cell(code, names, number, sink, options, self.thread, self.interrupts.stop_cell, self._answer)
             labels.note_sent(cell.source, number)  # before it is sent: a worker may fail at once
             cell.held_for = self.stops.seconds
+            cell.owners_of = lambda name: [each.name for each in self.team.workers if name in each.names]
             cell.why_late = lambda: [each.text for each in self.collation.partings()]
             if not options.quiet:
                 cell.before_end = self.collation.at_end_of_cell

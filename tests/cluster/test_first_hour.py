@@ -28,6 +28,13 @@ def test_a_name_that_only_the_notebook_has(notebook):
     assert "is a variable of the notebook" not in cell.traceback
 
 
+def test_a_name_that_only_other_workers_have(notebook):
+    notebook.run("%%remote 0\nwidth = 3")
+    cell = notebook.run("%%remote\nprint(width)", check=False)
+    told = "`width` is defined on worker0, but not on worker1: run the cell that defines it there, too"
+    assert cell.traceback.count(told) == 1
+
+
 @pytest.mark.parametrize("code", ["exit()", "quit()", "exit", "exit(3)"])
 def test_exit_says_what_ends_a_worker(notebook, code):
     cell = notebook.run(f"%%remote\n{code}", check=False)

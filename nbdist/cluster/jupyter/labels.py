@@ -92,10 +92,9 @@ def cell_number() -> int | None:
     return _cells.number
 
 
-def missing_here(text: str) -> str:
-    """Return the name that a worker's NameError misses, if this notebook has such a variable; else ""."""
-    found = re.match(r"name '(\w+)' is not defined", text)
-    return found[1] if found and _cells.shell is not None and found[1] in _cells.shell.user_ns else ""
+def has_variable(name: str) -> bool:
+    """Return whether this notebook has a variable of that name."""
+    return _cells.shell is not None and name in _cells.shell.user_ns
 
 
 def rename_frames(text: str, worker: str) -> str:

@@ -20,6 +20,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import queue
+import re
 import time
 import weakref
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -70,6 +71,7 @@ LEAVES_NO_FRAME = {
 }
 """Errors after which there is nothing to debug: they leave no frame of the user's code on the worker, or no worker."""
 
+_MISSING = re.compile(r"name '(\w+)' is not defined")  # a NameError
 _OUTPUTS = ("stream", "display_data", "execute_result", "error")  # the message types that `Cell.outputs` keeps
 
 
@@ -163,6 +165,8 @@ class Cell:
         self._waited_for = ""  # when the cell was interrupted
         self.held_for: Callable[[], float] = float
         """Returns for how many seconds workers have stood in a debugger, in all: the time limit is longer by that."""
+        self.owners_of: Callable[[str], Sequence[str]] = lambda name: ()
+        """Returns the names of the workers that have a variable of this name."""
         self.why_late: Callable[[], Sequence[str]] = tuple
         """Returns texts that say what keeps the workers; for the error of a time limit."""
         # True once `wait` or ``await`` has raised the cell's error, so that nothing publishes it again.
@@ -469,8 +473,13 @@ class Cell:
     def _fail_part(self, part: CellPart, content: Mapping[str, Any]) -> None:
         """Set the error of the cell on a worker from an ``error`` message or a reply."""
         traceback = tuple(content.get("traceback", ()))
-        if content["ename"] == "NameError" and (name := labels.missing_here(content["evalue"])):
-            traceback += (f"`{name}` is a variable of the notebook: `%dist_push {name}` sends it to the workers",)
+        if content["ename"] == "NameError" and (found := _MISSING.match(content["evalue"])):
+            name = found[1]
+            if labels.has_variable(name):
+                traceback += (f"`{name}` is a variable of the notebook: `%dist_push {name}` sends it to the workers",)
+            elif owners := self.owners_of(name):
+                where = f"is defined on {say_names(owners)}, but not on {part.worker}"
+                traceback += (f"`{name}` {where}: run the cell that defines it there, too",)
         part.error = WorkerError(part.worker, content["ename"], content["evalue"], traceback)
 
     def on_broken_off(self, part: CellPart, note: str) -> None:
