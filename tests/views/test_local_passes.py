@@ -179,6 +179,17 @@ def test_an_interrupt_ends_a_paused_pass(cluster):
     cluster.execute("w.exp().sum().backward()")  # nothing halts it
 
 
+def test_a_pass_whose_wait_an_interrupt_ends_says_so(cluster):
+    with Watcher() as watcher:
+        cell = cluster.execute("if rank == 0:" + STEP.format("ddp").replace("\n", "\n    "), block=False)
+        wait_until(lambda: watcher.backward and any(share.done > 3 for share in watcher.backward.shares()))
+        cell.cancel()
+        assert "KeyboardInterrupt" in repr(wait_for_error(cell))
+    assert "11 of 11 nodes, failed: KeyboardInterrupt (worker0)" in watcher.told()
+    cluster.rebuild_process_group()
+    cluster.execute(MODELS)
+
+
 def test_a_pass_of_the_notebook(cluster):
     with Watcher() as watcher:
         w = torch.ones(3, requires_grad=True)

@@ -31,6 +31,7 @@ from nbdist.autograd.passes.context import Context, Run
 from nbdist.autograd.passes.contexts import Contexts
 from nbdist.autograd.watching.node_hooks import CallHooks
 from nbdist.autograd.watching.observer import Observer
+from nbdist.autograd.watching.reminder import Reminder
 from nbdist.autograd.watching.watcher import Watch
 from nbdist.errors import UsageError
 from nbdist.rpc.failures import text_of_error
@@ -46,6 +47,7 @@ class Observing:
         self._transport = transport
         self._freeze = freeze
         self._contexts = contexts
+        self._reminder = Reminder()
         # Closed watches, by context and number, for which batches are still missing.
         self._awaiting: OrderedDict[tuple[int, int], Watch] = OrderedDict()
 
@@ -157,6 +159,7 @@ class Observing:
         observer = Observer(self._transport.name, context.numbers, watching, send, explain, standing_still=halts)
         observer.note("began")
         observer.flush()  # at once: the watcher steers only workers that it has heard from
+        self._reminder.follow(observer)
         return observer
 
     # -- for the steps of pipelines -----------------------------------------------------------
@@ -215,7 +218,9 @@ class Observing:
                 with CallHooks(observer, None, context.numbers.all(), [node for node, _ in roots]):
                     yield
             except BaseException as raised:
-                error = f"{type(raised).__name__}: {text_of_error(raised)}"
+                # An interrupt may leave this generator to the garbage collector, which closes it.
+                kind = KeyboardInterrupt if isinstance(raised, GeneratorExit) else type(raised)
+                error = ": ".join(filter(None, (kind.__name__, text_of_error(raised))))
                 raise
             finally:
                 observer.note("resting")
