@@ -176,6 +176,20 @@ def test_an_error_ends_ddps_backward_of_the_others_and_is_raised(cluster):
     assert {error.worker: error.name for error in ended.value.errors}["worker0"] == "KeyboardInterrupt"
 
 
+def test_ddps_error_names_the_parameters_without_a_gradient(cluster):
+    cluster.execute(
+        "class Two(torch.nn.ModuleDict):\n"
+        "    def forward(self, x):\n"
+        "        return self['used'](x)\n"
+        "two = Two({each: torch.nn.Linear(2, 2) for each in ('used', 'idle')})\n"
+        "two = torch.nn.parallel.DistributedDataParallel(two)"
+    )
+    with pytest.raises(RuntimeError, match="Expected to have finished reduction") as ended:
+        cluster.execute("for _ in range(2):\n    two(torch.ones(1, 2)).sum().backward()", timeout=LIMIT)
+    shown = "\n".join(ended.value.traceback)
+    assert shown.count("these parameters got no gradient: idle.weight, idle.bias") == 1
+
+
 def test_cluster_interrupt_ends_ddps_backward(cluster):
     cell = cluster.execute(STEP, 0, block=False)
     reach_wait(cluster)

@@ -17,7 +17,7 @@ from types import TracebackType
 from typing import Any
 
 from nbdist.cluster.whereabouts import say_where
-from nbdist.cluster.worker import gpu, nccl
+from nbdist.cluster.worker import gpu, nccl, wrapped_models
 from nbdist.cluster.worker.collectives import Collectives
 from nbdist.code_places import is_torchs
 from nbdist.errors import GroupError, NbdistError, WorkerLost
@@ -26,6 +26,7 @@ from nbdist.errors import GroupError, NbdistError, WorkerLost
 def raise_translated(collectives: Collectives, error: RuntimeError | ValueError) -> None:
     """Raise the error that says why a collective failed, if nbdist knows; else return."""
     gpu.explain(error)
+    wrapped_models.explain(error)
     if (said := collectives.translate(error)) is not None:
         raise said from (None if isinstance(said, GroupError) else error)
 
@@ -64,6 +65,7 @@ def install(shell: Any, collectives: Collectives) -> None:
         if options.get("running_compiled_code"):
             error = exc_tuple[1] if exc_tuple is not None else sys.exception()
             gpu.explain(error)
+            wrapped_models.explain(error)
             said = collectives.translate(error)  # first: it waits until this process knows what has ended them
             if error is not None and (nccl.is_interrupt(error) or has_lost_interrupt(error, said)):
                 translated = error, KeyboardInterrupt()

@@ -107,7 +107,7 @@ _NOT_ABORTED = "an abort of NCCL's collectives did not return within 5 s"
 _NOT_ENDED = "a collective of NCCL did not end, although a member had died and it was aborted"
 _OLD = (
     "this process group is from before the last %dist_restart, or before the last worker joined, after which a new one "
-    "has formed: make it again with dist.new_group, and wrap models again in DistributedDataParallel or FSDP"
+    "has formed: make groups and device meshes again, and wrap models again in DistributedDataParallel or FSDP"
 )
 
 dist: Any = torch.distributed  # Any: torch does not declare what this module exports

@@ -1,9 +1,11 @@
-"""Names the part of a model for which DDP or FSDP2 has called a collective."""
+"""Names the part of a model for which DDP or FSDP2 has called a collective, or that DDP's error gives as numbers."""
 
 from __future__ import annotations
 
 import math
+import re
 import sys
+import traceback
 from collections.abc import Iterable, Iterator, Mapping
 from types import FrameType
 from typing import Any
@@ -13,6 +15,7 @@ from nbdist.thread_frames import outwards
 
 # Bytes after which DDP begins its second bucket of gradients; for the others, the user sets the number.
 _FIRST_BUCKET = 1 << 20
+_WITHOUT_GRADIENT = re.compile(r"Parameter indices which did not receive grad for rank \d+: ([\d ]+)")
 
 
 def owner(innermost: FrameType | None, main: FrameType | None, entry: Mapping[str, Any]) -> str:
@@ -28,6 +31,18 @@ def owner(innermost: FrameType | None, main: FrameType | None, entry: Mapping[st
         if said := _gradients(model, entry):
             return said
     return ""
+
+
+def explain(error: BaseException | None) -> None:
+    """Add the names of the parameters to DDP's error that some, which it numbers, got no gradient."""
+    if not (isinstance(error, RuntimeError) and (found := _WITHOUT_GRADIENT.search(str(error)))):
+        return
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    if (model := next(_models(reversed(frames)), None)) is not None and not hasattr(error, "__notes__"):
+        names = [name for name, each in model.module.named_parameters() if each.requires_grad]
+        names = [name for name in names if name not in model.parameters_to_ignore]
+        given = [names[int(number)] for number in found[1].split() if int(number) < len(names)]
+        error.add_note(f"these parameters got no gradient: {', '.join(given)}")
 
 
 def _models(frames: Iterable[FrameType]) -> Iterator[Any]:
