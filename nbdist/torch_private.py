@@ -67,6 +67,7 @@ FUNCTIONS: dict[str, str] = {
         "a worker's death ends the collectives of all process groups, and a group may not form after a failed forming"
     ),
     "torch.distributed.distributed_c10d._register_process_group": "a hang in send or recv is not explained",
+    "torch.distributed.distributed_c10d._canonicalize_group_rank": "different roots of a broadcast are not told",
     "torch.distributed.distributed_c10d._warn_not_in_group": "the warning of a foreign group has a line of torch's",
     "torch.distributed.distributed_c10d._set_pg_timeout": (
         "init_process_group(timeout=...) in a cell leaves the timeout of a process group that is there as it is"
@@ -95,6 +96,7 @@ ATTRIBUTES: dict[str, tuple[str, str]] = {
     "_class_reducer_dict": ("the pickler of torch's RPC", "compat.install() fails with AttributeError"),
     "_device_types": ("a process group", "a worker leaves no collective, and forms no group anew"),
     "_get_backend": ("a process group", "a worker leaves no collective, and forms no group anew"),
+    "_get_sequence_number_for_group": ("a process group", "different roots of a broadcast are not told"),
     "_timeout": ("the options of a backend", "a process group's time limit runs out while a backward pass is held"),
     "_set_default_timeout": ("a backend", "a process group's time limit runs out while a backward pass is held"),
     "_module_fqn": ("a group of parameters of FSDP2", "the line of a waiting cell does not name the module"),
@@ -376,6 +378,21 @@ def take_over_warning_of_group(warn: Callable[[str], None]) -> None:
     """Have torch call ``warn(operation)`` for a collective of a group that the process is not in, and not warn."""
     if _find("torch.distributed.distributed_c10d._warn_not_in_group") is not None:
         vars(torch.distributed.distributed_c10d)["_warn_not_in_group"] = warn
+
+
+def watch_roots(watch: Callable[[str, Any, int], None]) -> None:
+    """Have torch call ``watch(function, group, rank)`` when a function has looked up its ``src`` or ``dst``.
+
+    ``rank`` is that member's rank in the group. The function has issued nothing yet.
+    """
+    find: Any = _find("torch.distributed.distributed_c10d._canonicalize_group_rank")
+
+    def find_watched(group: Any, *arguments: Any, **options: Any) -> int:
+        rank: int = find(group, *arguments, **options)
+        watch(sys._getframe(1).f_code.co_name, group, rank)
+        return rank
+
+    vars(torch.distributed.distributed_c10d)["_canonicalize_group_rank"] = find_watched
 
 
 def watch_new_groups(watch: Callable[[str, Any], None]) -> None:

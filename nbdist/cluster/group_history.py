@@ -27,6 +27,8 @@ class Given(msgspec.Struct, frozen=True):
     """The function of ``torch.distributed`` that the user called; empty where it is not known."""
     place: str = ""
     """The line of the user's code that called it, such as ``In[7]:12``; empty where it is not known."""
+    root: int | None = None
+    """The global rank of the member from which or to which all values go; None if there is none, or it is not known."""
 
     @property
     def bytes(self) -> int:
@@ -38,7 +40,7 @@ class Given(msgspec.Struct, frozen=True):
         """Return whether two members that gave this and ``other`` are in the same collective."""
         is_same_call = self.call == other.call or not self.call or not other.call
         same = (self.kind, self.elements, self.dtype) == (other.kind, other.elements, other.dtype)
-        return same and is_same_call
+        return same and is_same_call and (self.root == other.root or None in (self.root, other.root))
 
     @property
     def name(self) -> str:
@@ -47,8 +49,10 @@ class Given(msgspec.Struct, frozen=True):
 
     @property
     def text(self) -> str:
-        """The collective with its tensors and its line, such as ``all_reduce float32[4] (In[7]:12)``."""
-        return f"{self.name} {self.tensors}".rstrip() + (f" ({self.place})" if self.place else "")
+        """The collective with its tensors and its line, such as ``broadcast float32[4] from rank 1 (In[7]:12)``."""
+        way = "to" if self.kind in ("reduce", "gather") else "from"
+        root = "" if self.root is None else f" {way} rank {self.root}"
+        return f"{self.name} {self.tensors}".rstrip() + root + (f" ({self.place})" if self.place else "")
 
 
 class Wait(msgspec.Struct, frozen=True):

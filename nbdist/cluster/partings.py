@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import combinations
 from typing import NamedTuple
 
 from nbdist.amounts import plural
@@ -106,8 +107,7 @@ def _part(members: Mapping[str, GroupHistory], names: Sequence[str]) -> Parting 
         if indices in same_everywhere:
             continue
         given = {name: history.kinds[index] for (name, history), index in zip(members.items(), indices, strict=True)}
-        first = next(iter(given.values()))
-        if all(first.agrees_with(each) for each in given.values()):
+        if all(one.agrees_with(other) for one, other in combinations(dict.fromkeys(given.values()), 2)):
             same_everywhere.add(indices)
             continue
         texts = {worker: each.text for worker, each in given.items()}

@@ -66,12 +66,32 @@ DIFFERENCES = {
     "kind": (
         "x = torch.ones(4)\nif rank == 1:\n    dist.broadcast(x, 0)\nelse:\n    dist.all_reduce(x)",
         r"#1 of the default group is not the same collective everywhere: worker0,2 all_reduce float32\[4\] "
-        r"\(In\[\d+\]:6\), worker1 broadcast float32\[4\] \(In\[\d+\]:4\)",
+        r"\(In\[\d+\]:6\), worker1 broadcast float32\[4\] from rank 0 \(In\[\d+\]:4\)",
     ),
     "shape": (
         "dist.all_reduce(torch.ones(4 if rank == 1 else 2))",
         r"#1 of the default group is not the same collective everywhere: worker0,2 all_reduce float32\[2\] "
         r"\(In\[\d+\]:2\), worker1 all_reduce float32\[4\] \(In\[\d+\]:2\)",
+    ),
+    "source": (
+        "dist.broadcast(torch.ones(3), src=1 if rank == 1 else 0)",
+        r"#1 of the default group is not the same collective everywhere: worker0,2 broadcast float32\[3\] from rank 0 "
+        r"\(In\[\d+\]:2\), worker1 broadcast float32\[3\] from rank 1 \(In\[\d+\]:2\)",
+    ),
+    "source in a group": (
+        "pair = dist.new_group([1, 2], group_desc='pair')\n"
+        "if rank: dist.scatter(torch.ones(2), [torch.ones(2)] * 2, group=pair, group_src=rank - 1)",
+        r"#1 of the group 'pair' is not the same collective everywhere: worker1 scatter float32\[2\] from rank 1 "
+        r"\(In\[\d+\]:3\), worker2 scatter float32\[2\] from rank 2 \(In\[\d+\]:3\)",
+    ),
+    "destination": (
+        "dist.barrier()\ndist.gather_object('x', [None] * 3 if rank != 1 else None, dst=rank // 2 * 2)",
+        r"#3 of the default group is not the same collective everywhere: .*",
+    ),
+    "destination of a sum": (
+        "x = torch.ones(2)\nfor dst in (0, 1 if rank == 2 else 2): dist.reduce(x, dst)",
+        r"#2 of the default group is not the same collective everywhere: worker0,1 reduce float32\[2\] to rank 2 "
+        r"\(In\[\d+\]:3\), worker2 reduce float32\[2\] to rank 1 \(In\[\d+\]:3\)",
     ),
     "order": (
         "x, y = torch.ones(4), torch.ones(2, dtype=torch.int64)\nfor z in (x, y) if rank else (y, x):\n"

@@ -105,7 +105,8 @@ def test_a_receiver_that_gloo_ends_says_who_gave_what_and_dies_once(notebook):
     assert SAID in told
     assert f"Cell {cell.name} on worker1, line 3" in told
     own = "" if HAS_HOOKS else "; of worker1, its own record is lost"
-    assert cell.stderr == f"last in the group of worker0,1: worker0 broadcast float32[4] ({cell.name}:3) (#1){own}\n"
+    given = f"broadcast float32[4] from rank 0 ({cell.name}:3)"
+    assert cell.stderr == f"last in the group of worker0,1: worker0 {given} (#1){own}\n"
     assert (f"it called last: broadcast float32[2] ({cell.name}:3), " in told) == HAS_HOOKS
     for question in ("%remote all rank", "%dist_diff rank"):
         found = notebook.run(question)

@@ -11,6 +11,7 @@ import pytest
 from nbdist.cluster.group_history import Given, GroupHistory, Transfers, Wait
 from nbdist.cluster.partings import find_odd_one, find_partings
 from nbdist.cluster.worker.flight_recorder import decode, histories
+from nbdist.cluster.worker.roots import Root
 
 FLIGHTS = sorted(pathlib.Path(__file__).with_name("flights").glob("*.json"))
 GROUPS = {"0": [0, 1, 2], "1": [0, 1], "2": [0, 2]}
@@ -113,6 +114,41 @@ def history(last, *kinds, first=1, waits=(), **more):
     kinds = list(kinds) or [Given("all_reduce", "float32[4]", 4, "float32")]
     given = [min(index, len(kinds) - 1) for index in range(last - first + 1)]
     return GroupHistory("0", "default group", [0, 1], first, given, kinds, list(waits), **more)
+
+
+def broadcasts(*roots):
+    """Return what each worker tells that has called one broadcast with the root in ``roots``."""
+    told = {}
+    for name, root in zip(NAMES, roots, strict=True):
+        kind = Given("broadcast", "float32[4]", 4, "float32", root=root)
+        told[name] = [GroupHistory("0", "default group", [0, 1, 2], 1, [0], [kind])]
+    return told
+
+
+def test_different_roots_are_told_also_if_the_first_workers_is_not_known():
+    text = (
+        "#1 of the default group is not the same collective everywhere: worker0 broadcast float32[4], "
+        "worker1 broadcast float32[4] from rank 2, worker2 broadcast float32[4] from rank 0"
+    )
+    assert [each.text for each in find_partings(broadcasts(None, 2, 0), NAMES)] == [text]
+
+
+@pytest.mark.parametrize("roots", [(0, 0, 0), (1, None, 1), (None, None, None)])
+def test_equal_and_unknown_roots_are_no_difference(roots):
+    assert find_partings(broadcasts(*roots), NAMES, at_rest=True) == []
+
+
+def test_a_root_belongs_to_its_group_number_and_kind_and_was_noted_before():
+    entries = [entry(n, group="2", kind=kind, time_created_ns=100) for n, kind in ((1, "broadcast"), (2, "all_reduce"))]
+    for key, at, known in [
+        (("2", 1, "broadcast"), 90, 2),  # the rank in the group is 1
+        (("2", 1, "broadcast"), 110, None),
+        (("2", 1, "scatter"), 90, None),
+        (("0", 1, "broadcast"), 90, None),
+        (("2", 2, "broadcast"), 90, None),
+    ]:
+        [told] = histories(entries, {"2": [0, 2]}, TITLES, {}, True, {key: Root(1, at)})
+        assert [each.root for each in told.kinds] == [known, None]
 
 
 def test_nothing_is_claimed_of_a_worker_that_tells_nothing():

@@ -16,6 +16,7 @@ from helpers.hosts.keepers import Keepers, keeper_of
 from helpers.waiting import wait_for_file, wait_until
 
 import nbdist
+from nbdist.cluster.errors import CellTimeout
 from nbdist.cluster.kernels.workers import StartError
 
 
@@ -35,6 +36,25 @@ def test_ctrl_c_during_a_shutdown_leaves_nothing_open(keepers):
     assert not keepers.file.exists()
     assert hub.agent.closed
     assert not [thread for thread in threading.enumerate() if thread.name == "nbdist-entrance"]
+
+
+def test_what_a_worker_that_holds_the_gil_has_called_is_asked_of_its_host(keepers):
+    code = """
+import ctypes, sys, torch, torch.distributed as dist
+dist.all_reduce(torch.ones(1))
+if rank == 1:
+    dist.all_reduce(torch.ones(2), async_op=True)
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(60)  # the signal that asks for frames cuts one of the sleeps short, and nothing gets between
+    for _ in range(8): ctypes.PyDLL(None).sleep(1)
+    sys.setswitchinterval(before)
+else:
+    dist.all_reduce(torch.ones(3))
+"""
+    with keepers.cluster(addresses=["127.0.0.2", "127.0.0.3"]) as cluster:
+        told = r"#2 of the default group is .* worker0 all_reduce float32\[3\] .*, worker1 all_reduce float32\[2\]"
+        with pytest.raises(CellTimeout, match=told):
+            cluster.execute(code, timeout=3)
 
 
 def test_a_restart_that_nobody_could_serve_in_time_is_forgotten(keepers):

@@ -23,12 +23,16 @@ A_TIMEOUT = """
 from datetime import timedelta
 group = dist.new_group(timeout=timedelta(seconds=2))
 if rank != 1: dist.all_reduce(torch.ones(1), group=group)"""
+ANOTHER_ROOT = """
+work = dist.broadcast(torch.ones(2), src=2 if rank == 0 else 1, async_op=True)"""
 FAULTS = {
     # The program, and what its cell tells.
     ANOTHER_DTYPE: r"#1 of the default group is not the same collective everywhere: "
     r"worker0,2 all_reduce float32\[4\] \((In\[\d+\]:3)\), worker1 all_reduce int32\[4\] \(\1\)\n",
     ONE_TOO_FEW: r"worker2 has not come to all_reduce #1 \(In\[\d+\]:3\), float32\[2\], default group; "
     r"the next collective there will be taken for it\n",
+    ANOTHER_ROOT: r"#1 of the default group is not the same collective everywhere: worker0 broadcast float32\[2\] from "
+    r"rank 2 \((In\[\d+\]:2)\), worker1,2 broadcast float32\[2\] from rank 1 \(\1\)\n",
     AN_ERROR: r"worker1 has not come to all_reduce #2 \(In\[\d+\]:4\), float32\[1\], default group\n",
     A_TIMEOUT: r"worker1 has not come to all_reduce #1 \(In\[\d+\]:4\), float32\[1\], group of worker0-2\n",
     MORE_THAN_THE_RECORDER_KEEPS: r"worker2 has not come to all_reduce #3001 \(In\[\d+\]:5\), .*\n",
@@ -57,6 +61,32 @@ received = [each[rank] for each in sizes]
 dist.all_to_all_single(torch.empty(sum(received)), torch.ones(sum(sizes[rank])), received, sizes[rank])
 if rank == 0: dist.send(torch.ones(3), 1)
 if rank == 1: dist.recv(torch.ones(3), 0)"""
+CHANGING_ROOTS = """
+import time
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+pairs = [dist.new_group([0, 1]), dist.new_group([1, 2])]
+for root in (0, 1, 2, 1):
+    time.sleep(0.1 * rank)
+    parts = [torch.ones(2)] * 3 if rank == root else None
+    dist.broadcast(torch.ones(2), src=root)
+    dist.scatter(torch.ones(2), parts, group_src=root)
+    dist.reduce(torch.ones(2), root)
+    dist.gather(torch.ones(2), parts, root)
+    dist.gather_object(rank, [None] * 3 if rank == root else None, root)
+    dist.broadcast_object_list([rank], group_src=root)
+    dist.scatter_object_list([None], [1, 2, 3] if rank == root else None, root)
+    for first, pair in enumerate(pairs):
+        if rank in (first, first + 1):
+            dist.broadcast(torch.ones(1), group=pair, group_src=root % 2)
+try: dist.broadcast(torch.ones(1), src=7)
+except ValueError: pass
+try: dist.broadcast([], src=rank)
+except TypeError: pass
+mesh = init_device_mesh('cpu', (3,))
+for placement in (Replicate(), Shard(0)): distribute_tensor(torch.ones(6), mesh, [placement])
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.BatchNorm1d(2))
+for step in range(3): model(torch.ones(2, 2)).sum().backward()"""
 UNEVEN_INPUTS = """
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
@@ -72,7 +102,7 @@ def run():
         dist.all_reduce(torch.ones(1), group=group)
 running = threading.Thread(target=run)
 running.start()"""
-HEALTHY = (UNEVEN_RANKS, SUBGROUPS, ASYNCHRONOUS, OBJECTS, UNEVEN_SIZES, UNEVEN_INPUTS, A_THREAD)
+HEALTHY = (UNEVEN_RANKS, SUBGROUPS, ASYNCHRONOUS, OBJECTS, UNEVEN_SIZES, CHANGING_ROOTS, UNEVEN_INPUTS, A_THREAD)
 
 
 @pytest.fixture(scope="module")

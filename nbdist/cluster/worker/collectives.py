@@ -48,7 +48,7 @@ from nbdist.cluster.processes.process_memory import resident
 from nbdist.cluster.processes.setup import AUTO, WorkerSetup, choose_backend, group_folder, record_socket
 from nbdist.cluster.stands import Position
 from nbdist.cluster.whereabouts import place
-from nbdist.cluster.worker import flight_recorder, gloo, gpu, nccl, non_members
+from nbdist.cluster.worker import flight_recorder, gloo, gpu, nccl, non_members, roots
 from nbdist.cluster.worker.gloo_waits import CutTransfers
 from nbdist.cluster.worker.record_server import RecordServer
 from nbdist.code_places import is_torchs
@@ -208,6 +208,7 @@ class Collectives:
             self._loops_before = {loop.address for loop in gloo.loops(lambda address: False)}
             # The flight recorder has entries of earlier groups.
             self._formed, self._forming_since = False, time.time_ns()
+            roots.forget()
             self._record_server.note_forming(record_socket(told.folder, told.name))
             self._broken.clear()
             self._broken_elsewhere.clear()

@@ -20,7 +20,9 @@ import torch.distributed
 
 from nbdist.cluster.group_history import Given, GroupHistory, Wait
 from nbdist.cluster.whereabouts import say_place
+from nbdist.cluster.worker import roots
 from nbdist.cluster.worker.group_hooks import HOOKS, title_of
+from nbdist.cluster.worker.roots import Root
 from nbdist.cluster.worker.wrapped_models import owner
 from nbdist.code_lines import CodeLine, users_lines
 from nbdist.thread_frames import thread_frames
@@ -88,7 +90,8 @@ def read(formed_at: int, *, places: bool) -> list[GroupHistory]:
     """Return the histories of the groups since ``formed_at``, by `time.time_ns`; with ``places``, with lines."""
     present, is_whole = _since(formed_at, flight_record(frames=places).get("entries", ()))
     titles = {name: title_of(group) for name, group in groups_by_name().items()}
-    found = histories(present, process_groups(), titles, thread_frames() if places else {}, is_whole)
+    threads = thread_frames() if places else {}
+    found = histories(present, process_groups(), titles, threads, is_whole, roots.noted())
     return HOOKS.add_transfers(found)
 
 
@@ -187,6 +190,7 @@ def histories(
     titles: Mapping[str, str],
     threads: Mapping[int, FrameType],
     is_whole: bool = True,
+    noted: Mapping[tuple[str, int, str], Root] = {},
 ) -> list[GroupHistory]:
     """Return the history of each group in ``groups``, which has the members' ranks, from the recorder's ``entries``.
 
@@ -202,7 +206,7 @@ def histories(
         known[number] = entry
     busy = any(say_place(each) is not None for each in threads.values())
     return [
-        _history(name, groups[name], titles.get(name, ""), known, threads, busy)
+        _history(name, groups[name], titles.get(name, ""), known, threads, busy, noted)
         for name, known in of_group.items()
         if known or is_whole
     ]
@@ -215,12 +219,16 @@ def _history(
     entries: Mapping[int, Mapping[str, Any]],
     threads: Mapping[int, FrameType],
     busy: bool,
+    noted: Mapping[tuple[str, int, str], Root],
 ) -> GroupHistory:
     main = threads.get(threading.main_thread().ident or 0)
     kinds: dict[Given, int] = {}
     given, waits = [], []
     for number, entry in entries.items():
         each = _given(entry)
+        root = noted.get((name, number, each.kind))
+        if root is not None and root.at <= entry["time_created_ns"]:  # else it is of a later one: see `roots.noted`
+            each = msgspec.structs.replace(each, root=ranks[root.rank])
         if not entry["retired"]:
             thread = threads.get(int(entry["thread_id"]))
             waits.append(Wait(number, owner(thread, main, entry)))

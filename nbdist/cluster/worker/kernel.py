@@ -33,7 +33,7 @@ from IPython.core.interactiveshell import InteractiveShell
 from nbdist.cluster.examination import imported_files  # noqa: F401 - it notes the files of modules from now on
 from nbdist.cluster.processes.last_words import guard_streams, hand_over
 from nbdist.cluster.processes.setup import WHERE_SIGNAL, WorkerSetup, where_file
-from nbdist.cluster.worker import nccl
+from nbdist.cluster.worker import nccl, roots
 from nbdist.cluster.worker.breakpoints import BreakpointsHere
 from nbdist.cluster.worker.collectives import Collectives
 from nbdist.cluster.worker.debugger import DEBUGGER
@@ -96,6 +96,7 @@ def main(told: str) -> None:
     vars(app.shell).pop("_sys_modules_keys", None)  # else `%reset --aggressive` would remove all modules
     app.log.setLevel(logging.WARNING)  # else each message is formatted, and then dropped by a handler
     hand_over(HOOKS.follow())
+    roots.follow()
     with contextlib.suppress(OSError):
         os.ftruncate(log, 0)  # drops the kernel's hints on how to connect other clients
     atexit.register(_leave)  # exit handlers run last first: after the user's, before the kernel's
