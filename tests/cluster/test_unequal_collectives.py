@@ -25,6 +25,8 @@ group = dist.new_group(timeout=timedelta(seconds=2))
 if rank != 1: dist.all_reduce(torch.ones(1), group=group)"""
 ANOTHER_ROOT = """
 work = dist.broadcast(torch.ones(2), src=2 if rank == 0 else 1, async_op=True)"""
+ANOTHER_DESTINATION = """
+dist.reduce(torch.ones(2), dst=rank // 2)"""  # all end, worker1 without its sum
 FAULTS = {
     # The program, and what its cell tells.
     ANOTHER_DTYPE: r"#1 of the default group is not the same collective everywhere: "
@@ -33,6 +35,8 @@ FAULTS = {
     r"the next collective there will be taken for it\n",
     ANOTHER_ROOT: r"#1 of the default group is not the same collective everywhere: worker0 broadcast float32\[2\] from "
     r"rank 2 \((In\[\d+\]:2)\), worker1,2 broadcast float32\[2\] from rank 1 \(\1\)\n",
+    ANOTHER_DESTINATION: r"#1 of the default group is not the same collective everywhere: worker0,1 reduce float32\[2\]"
+    r" to rank 0 \((In\[\d+\]:2)\), worker2 reduce float32\[2\] to rank 1 \(\1\)\n",
     AN_ERROR: r"worker1 has not come to all_reduce #2 \(In\[\d+\]:4\), float32\[1\], default group\n",
     A_TIMEOUT: r"worker1 has not come to all_reduce #1 \(In\[\d+\]:4\), float32\[1\], group of worker0-2\n",
     MORE_THAN_THE_RECORDER_KEEPS: r"worker2 has not come to all_reduce #3001 \(In\[\d+\]:5\), .*\n",
