@@ -31,7 +31,7 @@ from nbdist.autograd.passes.context import Context, Run
 from nbdist.autograd.passes.contexts import Contexts
 from nbdist.autograd.watching.node_hooks import CallHooks
 from nbdist.autograd.watching.observer import Observer
-from nbdist.autograd.watching.reminder import Reminder
+from nbdist.autograd.watching.prompter import Prompter
 from nbdist.autograd.watching.watcher import Watch
 from nbdist.errors import UsageError
 from nbdist.rpc.failures import text_of_error
@@ -47,7 +47,7 @@ class Observing:
         self._transport = transport
         self._freeze = freeze
         self._contexts = contexts
-        self._reminder = Reminder()
+        self._prompter = Prompter()
         # Closed watches, by context and number, for which batches are still missing.
         self._awaiting: OrderedDict[tuple[int, int], Watch] = OrderedDict()
 
@@ -159,7 +159,7 @@ class Observing:
         observer = Observer(self._transport.name, context.numbers, watching, send, explain, standing_still=halts)
         observer.note("began")
         observer.flush()  # at once: the watcher steers only workers that it has heard from
-        self._reminder.follow(observer)
+        self._prompter.follow(observer)
         return observer
 
     # -- for the steps of pipelines -----------------------------------------------------------

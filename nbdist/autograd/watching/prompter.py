@@ -1,4 +1,4 @@
-"""`Reminder`: has observers send what they have kept back when nothing more happens, as in a pass that hangs."""
+"""`Prompter`: has observers send what they have kept back when nothing more happens, as in a pass that hangs."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ _EVERY = 0.1  # seconds
 _log = logging.getLogger("nbdist.autograd")
 
 
-class Reminder:
-    """Reminds the observers of one worker as long as anybody holds them, in a thread that ends with the last one."""
+class Prompter:
+    """Prompts the observers of one worker as long as anybody holds them, in a thread that ends with the last one."""
 
     def __init__(self) -> None:
         self._observers = weakref.WeakSet[Observer]()
@@ -23,11 +23,11 @@ class Reminder:
         self._runs = False
 
     def follow(self, observer: Observer) -> None:
-        """Remind this observer from now on."""
+        """Prompt this observer from now on."""
         with self._lock:
             self._observers.add(observer)
             if not self._runs:
-                threading.Thread(target=self._run, name="nbdist-reminder", daemon=True).start()
+                threading.Thread(target=self._run, name="nbdist-prompter", daemon=True).start()
                 self._runs = True
 
     def _run(self) -> None:
@@ -41,6 +41,6 @@ class Reminder:
             for observer in observers:
                 try:
                     observer.flush()
-                except Exception:  # such as of a transport that is closed: the others must still be reminded
+                except Exception:  # such as of a transport that is closed: the others must still be prompted
                     _log.debug("what an observer has kept back was not sent", exc_info=True)
             del observer, observers
