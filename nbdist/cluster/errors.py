@@ -47,10 +47,10 @@ class WorkerError:
     @property
     def key(self) -> tuple[str, str, str]:
         """A key that is equal for errors that differ only in the worker, and in numbers within long lines."""
-        text = _comparable(self.text)
+        text = _comparable(_name_pattern(self.worker).sub("", self.text))
         shown = _COLOUR.sub("", "\n".join(self.traceback))
         if self.text:
-            shown = shown.replace(self.text, text)
+            shown = shown.replace(self.text, _comparable(self.text))
         shown = "\n".join(map(_comparable, shown.split("\n")))  # notes and causes are long texts with numbers, too
         return self.name, text, _name_pattern(self.worker).sub("", shown)
 

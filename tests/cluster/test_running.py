@@ -164,6 +164,25 @@ def test_an_error_fails_the_cell_with_its_own_name(two):
     assert cell.reply["content"]["status"] == "error"
 
 
+def test_a_warning_names_the_cell(two):
+    cell = two.run("%%remote 1\nimport warnings\nwarnings.warn('careful')")
+    assert f"{cell.name}:3: UserWarning: careful" in cell.stderr
+    assert "warnings.warn('careful')" in cell.stderr
+
+
+def test_an_error_of_a_loaders_process_names_the_cell_and_is_shown_once(two):
+    cell = two.run(
+        "%%remote\n"
+        "class Images(torch.utils.data.Dataset):\n"
+        "    def __len__(self): return 2\n"
+        "    def __getitem__(self, number): raise ValueError('no image')\n"
+        "list(torch.utils.data.DataLoader(Images(), num_workers=1))",
+        check=False,
+    )
+    assert cell.error["ename"] == "ValueError"
+    assert cell.traceback.count(f"  Cell {cell.name} on worker0,1, line 4, in __getitem__") == 1
+
+
 def test_errors_of_several_kinds_come_together(two):
     cell = two.run("%%remote\nraise (ValueError if rank else KeyError)('x')", check=False)
     assert cell.error["ename"] == "CellError"

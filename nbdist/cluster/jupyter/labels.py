@@ -13,6 +13,7 @@ import re
 import sys
 import threading
 import traceback
+import warnings
 from functools import partial
 from types import TracebackType
 from typing import Any
@@ -32,6 +33,9 @@ _FAULT_FRAME = re.compile(r'File "([^"]+)", line (\d+) in (\S+)')
 _FRAME = re.compile(r'^( *)File "([^"]+)", line (\d+)(, in .*)?\n?((?:\1  .*\n?)?)', re.MULTILINE)
 
 _IPYTHON = f"{os.path.dirname(core.__file__)}/"  # the folder of IPython's code that runs cells and magics
+
+
+_format_warning = warnings.formatwarning  # the user, or a library, may set another
 
 
 class _Cells:
@@ -76,6 +80,8 @@ def install(shell: InteractiveShell, worker: str | None) -> None:
         threading.excepthook = partial(_show_thread_error, f" on {worker}" if worker else "")
     if worker is None:
         return
+    if warnings.formatwarning is _format_warning:
+        warnings.formatwarning = _format_warning_of_cell
     name_files(shell, lambda file: f"Cell In[{CELLS[file]}] on {worker}" if file in CELLS else None)
 
 
@@ -85,6 +91,16 @@ def _show_thread_error(where: str, args: Any) -> None:
         text = "".join(traceback.format_exception(args.exc_value))
         text = re.sub(r'File "([^"]+)"', lambda m: f"Cell {shown_name(m[1])}{where}" if m[1] in CELLS else m[0], text)
         sys.stderr.write(f"Exception in thread {getattr(args.thread, 'name', '?')}:\n{text}")
+
+
+def _format_warning_of_cell(
+    message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
+) -> str:
+    """Format a warning as Python does, but with a cell's number in place of its file, which has a name of its own."""
+    if filename not in CELLS:
+        return _format_warning(message, category, filename, lineno, line)
+    source = linecache.getline(filename, lineno) if line is None else line
+    return _format_warning(message, category, shown_name(filename), lineno, source)
 
 
 def cell_number() -> int | None:
@@ -134,7 +150,7 @@ def read_frames(text: str) -> list[CodeLine]:
 
 
 def rename_cell_frames(text: str, worker: str) -> str:
-    """Return a line of a crash report with the file of a cell replaced by a name such as ``Cell In[3] on worker1``."""
+    """Return a text of a worker in which names such as ``Cell In[3] on worker1`` replace the files of cells."""
 
     def rename(match: re.Match[str]) -> str:
         return f"Cell {shown_name(match[1])} on {worker}" if _learn(match[1]) in CELLS else match[0]

@@ -472,15 +472,19 @@ class Cell:
 
     def _fail_part(self, part: CellPart, content: Mapping[str, Any]) -> None:
         """Set the error of the cell on a worker from an ``error`` message or a reply."""
-        traceback = tuple(content.get("traceback", ()))
-        if content["ename"] == "NameError" and (found := _MISSING.match(content["evalue"])):
+        # The text may have a traceback in it, such as that of a DataLoader's process.
+        text, *lines = (
+            labels.rename_cell_frames(each, part.worker) for each in (content["evalue"], *content.get("traceback", ()))
+        )
+        traceback = tuple(lines)
+        if content["ename"] == "NameError" and (found := _MISSING.match(text)):
             name = found[1]
             if labels.has_variable(name):
                 traceback += (f"`{name}` is a variable of the notebook: `%dist_push {name}` sends it to the workers",)
             elif owners := self.owners_of(name):
                 where = f"is defined on {say_names(owners)}, but not on {part.worker}"
                 traceback += (f"`{name}` {where}: run the cell that defines it there, too",)
-        part.error = WorkerError(part.worker, content["ename"], content["evalue"], traceback)
+        part.error = WorkerError(part.worker, content["ename"], text, traceback)
 
     def on_broken_off(self, part: CellPart, note: str) -> None:
         """End the wait for a collective that an interrupt breaks off; ``note`` is for `CellPart.note`."""
