@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -85,7 +86,7 @@ class CellSender:
                 return cell
             send()
             if timeout is not None:
-                self.thread.soon(self.thread.loop.call_later, timeout, self._cancel_late, cell)
+                self.thread.soon(self._cancel_late, cell, time.monotonic() + timeout - self.stops.seconds())
             return cell
 
     def send(self, token: object, cell: Cell, workers: Sequence[Worker], content: bytes, metadata: bytes) -> None:
@@ -133,9 +134,11 @@ class CellSender:
             worker.on_change()
             self.lifecycle.after_cell()  # a restart may have left the process group to be formed once all are idle
 
-    def _cancel_late(self, cell: Cell) -> None:
-        """Interrupt a cell, sent without ``block``, whose time is over and that still runs. In the kernel thread."""
-        if not cell.done:
+    def _cancel_late(self, cell: Cell, due: float) -> None:
+        """Interrupt a cell, sent without ``block``, once its time is over, without that of stops. In the kernel thread."""
+        if not cell.done and (left := due + self.stops.seconds() - time.monotonic()) > 0:
+            self.thread.loop.call_later(left, self._cancel_late, cell, due)
+        elif not cell.done:
             cell.interrupted = True
             self.interrupts.stop_cell(cell)
 

@@ -195,6 +195,13 @@ def test_a_time_limit_does_not_run_out_meanwhile(notebook):
     notebook.answers.insert(0, lambda request: (time.sleep(2.5), "p 1")[1])
     notebook.run("%%remote worker1 -t 2\nbreakpoint()\npass")
     assert len(prompts) == 2
+    prompts = answer(notebook, "p 1", "c")
+    notebook.answers.insert(0, lambda request: (time.sleep(2.5), "p 1")[1])
+    code = "cell = cluster.execute('breakpoint()\\nprint(\"through\")', 'worker1', block=False, timeout=2)\ncell.wait()"
+    assert "through" in notebook.run(code).stdout
+    assert len(prompts) == 2
+    code = "late = cluster.execute('import time; time.sleep(60)', 'worker1', block=False, timeout=0.5)\nlate.wait()"
+    assert notebook.run(code, check=False).error["ename"] == "KeyboardInterrupt"
 
 
 def test_a_step_of_ddp_goes_on_after_a_stop_longer_than_the_groups_limit(notebook):

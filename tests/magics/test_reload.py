@@ -127,7 +127,8 @@ def test_a_call_to_another_version_is_told_once(two, project):
 def test_autoreload_reloads_on_workers_too(two, project):
     two.run("%load_ext autoreload\n%autoreload 2")
     two.run("1")
-    project.write(CODE.format(factor=5000))
+    # Only the main thread may set a handler.
+    project.write(CODE.format(factor=5000) + "import signal\nsignal.signal(signal.SIGUSR2, signal.SIG_IGN)\n")
     reloaded = two.run(SEEN)  # no cell has run on a worker
     assert (reloaded.result, reloaded.stderr) == ("(5000, 5000)", "")
     project.write(CODE.format(factor=60000))

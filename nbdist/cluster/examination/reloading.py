@@ -77,7 +77,7 @@ def _run_again(module: ModuleType) -> str:
     except BaseException as error:
         if not has_run:
             vars(module).update(old)  # IPython has emptied the module, and leaves it so after Ctrl-C
-            if not isinstance(error, Exception):
+            if isinstance(error, KeyboardInterrupt):
                 raise
             frames = [each for each in traceback.extract_tb(error.__traceback__) if is_users(each.filename)]
             return "".join([*traceback.format_list(frames), *traceback.format_exception_only(error)]).rstrip()

@@ -237,7 +237,6 @@ class WorkerKernel:
         self._pushed = PushedValues(shell)
         self._breakpoints = BreakpointsHere(shell)
         self._new_code = NewCode(shell)
-        self._new_code.follow(None, ())  # modules that the zygote has imported, perhaps before an edit
         self._page = DebuggedPage(shell)
 
     def join(self) -> None:
