@@ -135,7 +135,7 @@ class CellSender:
             self.lifecycle.after_cell()  # a restart may have left the process group to be formed once all are idle
 
     def _cancel_late(self, cell: Cell, due: float) -> None:
-        """Interrupt a cell, sent without ``block``, once its time is over, without that of stops. In the kernel thread."""
+        """Interrupt a cell, sent without ``block``, once its time is over. Stops take none of it."""
         if not cell.done and (left := due + self.stops.seconds() - time.monotonic()) > 0:
             self.thread.loop.call_later(left, self._cancel_late, cell, due)
         elif not cell.done:

@@ -24,6 +24,7 @@ import selectors
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
@@ -34,15 +35,18 @@ from nbdist.autograd.api import recorder
 from nbdist.channel.local import WAITING_CODE
 from nbdist.cluster.jupyter.kernel_connection import KernelThread
 from nbdist.cluster.kernels.cells import Cell
+from nbdist.cluster.output.arranger import grouped, say_names
 from nbdist.cluster.output.sinks import current_sink
 from nbdist.cluster.worker.debugger import STOPPED
 from nbdist.code_places import is_of_cell
 from nbdist.errors import UsageError
 from nbdist.finalisers import hand_over
 from nbdist.rpc.agent import Agent
+from nbdist.rpc.asking import ask_each
 from nbdist.rpc.calls.keyboard_interrupts import wake_main_thread, wakes
 from nbdist.rpc.futures import Future
 from nbdist.rpc.latch import Latch
+from nbdist.rpc.named import call_method
 from nbdist.rpc.promise import Promise
 from nbdist.thread_frames import thread_frames
 from nbdist.wire.messages import Record
@@ -177,23 +181,49 @@ class Stops:
         with self._lock:
             return self._stood + (time.monotonic() - self._stood_since if self._stops else 0.0)
 
-    def open(self, worker: str) -> None:
-        """Open the debugger in which a worker stands, else one at its last error; return when it has ended.
+    def open(self, workers: Sequence[str]) -> None:
+        """Open the debugger in which one of these workers stands, else one at its last error; return when it has ended.
 
-        In the main thread. Raises UsageError if the worker neither stands nor keeps an error.
+        In the main thread. If there are several such workers, asks the user for one.
+
+        Raises:
+            UsageError: No worker stands or keeps an error, or the user's answer names no such worker.
         """
+        if not (worker := self._choose(workers)):
+            return
         found = next((each for each in list(self._stops.items()) if each[0][0] == worker), None)
         if found is not None:
             self._turn = found[0]
             found[1].over.wait()
             return
         with recorder().contexts.outside():
-            has_error = self._agent.at(worker, "debugger").ask("post_mortem", timeout=0)
-        if not has_error:
+            self._agent.at(worker, "debugger").ask("post_mortem", timeout=0)
+
+    def _choose(self, workers: Sequence[str]) -> str:
+        """Return the worker to debug, by the user's choice if there are several; "" if nobody can answer."""
+        with recorder().contexts.outside():
+            answers = ask_each(self._agent, call_method, dict.fromkeys(workers, ("debugger", "say_error")))
+        errors = answers.values or answers.or_raise()
+        places = {name: f"stands at {place}" for name in errors if (place := self.place(name))}
+        if not (found := {name: text for name, text in {**errors, **places}.items() if text}):
             raise UsageError(
-                f"{worker} does not stand in a debugger, and keeps no error: no cell and no call has failed there "
-                "since it started, or since the last `%dist_free`"
+                f"no debugger stands on {say_names(workers)}, and no error is kept there: no cell and no call has "
+                "failed there since the start, or since the last `%dist_free`"
             )
+        first, *others = found
+        lines = [f"{say_names(names)}: {text}" for text, names in grouped(found, found.__getitem__).items()]
+        question = f"which worker? (Enter for {first}) "
+        if not self._interactive:
+            asks = f": it would ask {question!r}" if others else ""
+            print(f"nobody can answer here, so no debugger opens{asks}", *lines, sep="\n")
+            return ""
+        if not others:
+            return first
+        print(*lines, sep="\n", flush=True)
+        answer = input(question).strip() or first
+        if (worker := f"worker{answer}" if answer.isdecimal() else answer) not in found:
+            raise UsageError(f"{answer!r} is none of {say_names(list(found))}")
+        return worker
 
     # -- asking ---------------------------------------------------------------------------------
 

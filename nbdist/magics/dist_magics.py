@@ -385,10 +385,10 @@ class DistMagics(Magics):  # type: ignore[misc, unused-ignore]
 
         %dist_debug [TARGET] | --lab WORKER | --lab off
 
-        The input box below the cell takes the commands of pdb. Of several workers, one is opened after the other. A
-        worker stands at a `breakpoint()`, whose question waits until a cell waits for workers, or for this magic. A
-        worker keeps its last error, of a cell or of a call by RPC, until the next one and until %dist_free. Without a
-        target, this shows what %dist_status shows, as in nbdistributed.
+        The input box below the cell takes the commands of pdb. If several workers stand or keep an error, it first asks
+        which one. A worker stands at a `breakpoint()`, whose question waits until a cell waits for workers, or for this
+        magic. A worker keeps its last error, of a cell or of a call by RPC, until the next one and until %dist_free.
+        Without a target, this shows what %dist_status shows, as in nbdistributed.
         --lab     let JupyterLab's own debugger debug this worker, with breakpoints beside the lines of %%remote cells
 
         Example:
@@ -401,8 +401,7 @@ class DistMagics(Magics):  # type: ignore[misc, unused-ignore]
         if asked.targets is None:
             return _status("")
         cluster = self._session.cluster()
-        for worker in cluster.select(asked.targets):
-            cluster.stops.open(worker.name)
+        cluster.stops.open([worker.name for worker in cluster.select(asked.targets)])
         return None
 
     @line_magic

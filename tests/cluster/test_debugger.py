@@ -245,13 +245,39 @@ def test_the_last_error_is_opened_afterwards(notebook):
     assert "('rank', 0)" in notebook.run("%debug").stdout
 
 
+def test_debug_asks_which_worker_if_several_have_failed(notebook):
+    notebook.run("%%remote\nraise ValueError(f'bad {rank}')", check=False)
+    prompts = answer(notebook, "", "p 'rank', rank", "q")
+    cell = notebook.run("%debug")
+    assert prompts[0] == "which worker? (Enter for worker0) "
+    assert cell.stdout.startswith("worker0: ValueError: bad 0\nworker1: ValueError: bad 1\n")
+    assert "('rank', 0)" in cell.stdout
+    answer(notebook, "1", "p 'rank', rank", "q")
+    assert "('rank', 1)" in notebook.run("%debug").stdout
+    answer(notebook, "worker7")
+    assert notebook.run("%debug", check=False).error["evalue"].endswith("'worker7' is none of worker0,1")
+    notebook.run("%%remote\nraise ValueError('alike')", check=False)
+    answer(notebook, "worker1", "p 'rank', rank", "q")
+    cell = notebook.run("%debug")
+    assert cell.stdout.startswith("worker0,1: ValueError: alike\n")
+    assert "('rank', 1)" in cell.stdout
+    notebook.watched = False
+    try:
+        told = "nobody can answer here, so no debugger opens"
+        asks = f"{told}: it would ask 'which worker? (Enter for worker0) '\nworker0,1: ValueError: alike\n"
+        assert notebook.run("%dist_debug all").stdout == asks
+        assert notebook.run("%dist_debug 1").stdout == f"{told}\nworker1: ValueError: alike\n"
+    finally:
+        notebook.watched = True
+
+
 def test_the_last_error_is_in_the_memory_and_can_be_freed(notebook):
     notebook.run("def fill(n):\n    large = torch.ones(n)\n    raise KeyError")
     notebook.run("rpc.rpc_sync('worker1', fill, args=(1_000_000,))", check=False)
     assert "a traceback" in notebook.run("%dist_memory worker1").result
     notebook.run("%dist_free")
     cell = notebook.run("%dist_debug worker1", check=False)
-    assert "worker1 does not stand in a debugger, and keeps no error" in cell.error["evalue"]
+    assert "no debugger stands on worker1, and no error is kept there" in cell.error["evalue"]
 
 
 def test_debug_after_an_error_of_the_notebook_itself_is_pythons(notebook):

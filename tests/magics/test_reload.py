@@ -124,6 +124,26 @@ def test_a_call_to_another_version_is_told_once(two, project):
     assert two.run(SEEN).stderr == ""
 
 
+def test_a_call_between_workers_to_another_version_is_told_once(two, project):
+    def import_versions(name):
+        for rank in (0, 1):
+            project.write(f"def scaled(x): return x + {rank}", name=name)
+            assert two.run(f"%%remote {rank}\nimport {name}").stderr == ""  # no call has named it
+
+    told = "{0} is another version on worker1 than on worker0: %dist_reload {0}\n"
+    import_versions("measures")
+    call = "%%remote 0\nrpc.rpc_sync('worker1', measures.scaled, (1,))"
+    first = two.run(call)
+    assert (first.result, first.stderr) == ("2", told.format("measures"))
+    assert two.run(call).stderr == ""
+    assert two.run("%dist_reload measures").stdout == "measures reloaded on worker0,1\n"
+    assert two.run(call).stderr == ""
+    import_versions("weights")
+    code = "def through(): return rpc.rpc_sync('worker1', __import__('weights').scaled, (1,))"
+    through = two.run(f"{code}\nrpc.rpc_sync('worker0', through)")  # no cell runs on worker0
+    assert (through.result, through.stderr) == ("2", told.format("weights"))
+
+
 def test_autoreload_reloads_on_workers_too(two, project):
     two.run("%load_ext autoreload\n%autoreload 2")
     two.run("1")

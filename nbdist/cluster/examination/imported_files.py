@@ -8,13 +8,13 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import sys
-from collections.abc import Iterable
 from importlib.machinery import PathFinder
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from nbdist.code_places import is_users
+from nbdist.wire.pickling.names import named_modules
 
 noted: dict[str, tuple[str, str]] = {}
 """The path and the digest of the file of each of the user's modules, by the module's name, as of its last import."""
@@ -59,9 +59,10 @@ def take_as_run(name: str) -> None:
     noted[name] = path, _digest(path)
 
 
-def versions(names: Iterable[str]) -> dict[str, str]:
-    """Return the digest of each of these modules that this process has imported."""
-    return {name: noted[name][1] for name in names if name in noted and name in sys.modules}
+def code_in_use() -> tuple[dict[str, str], list[str]]:
+    """Return the digest of each of the user's modules, and those whose functions calls of this process have named."""
+    digests = {name: digest for name, (_, digest) in list(noted.items()) if name in sys.modules}
+    return digests, sorted(named_modules() & digests.keys())
 
 
 def _digest(path: str) -> str:

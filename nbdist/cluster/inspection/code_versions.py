@@ -1,4 +1,4 @@
-"""Lets workers follow the notebook's own `%autoreload`, and tells whose code is another version than the notebook's.
+"""Lets workers follow the notebook's own `%autoreload`, and tells whose code is another version than its callers'.
 
 Neither is on the way of a call: `follow` runs before each cell of the notebook, and `differing` after it.
 """
@@ -12,13 +12,12 @@ from typing import Any
 
 from nbdist.amounts import duration
 from nbdist.autograd.api import recorder
-from nbdist.cluster.examination.imported_files import changed_modules, noted, take_as_run, versions
+from nbdist.cluster.examination.imported_files import changed_modules, code_in_use, noted, take_as_run
 from nbdist.cluster.kernels.workers import Worker
 from nbdist.cluster.output.arranger import say_names
 from nbdist.rpc.agent import Agent
 from nbdist.rpc.asking import ask_each
 from nbdist.rpc.named import call_method
-from nbdist.wire.pickling.names import named_modules
 
 _WORKERS_RELOAD_WITHIN = 10.0  # seconds; what a module runs on its import may take long
 _VERSIONS_ARRIVE_WITHIN = 0.3  # seconds: else the next cell that makes calls asks again
@@ -50,31 +49,37 @@ def follow(agent: Agent, workers: Sequence[Worker], launcher: Any, reloader: Any
 
 
 class Versions:
-    """Compares the versions of the modules of which calls have named functions."""
+    """Compares the versions of the modules of which calls of the notebook or of a worker have named functions."""
 
     def __init__(self) -> None:
-        self._sent = 0  # how many messages this agent had sent, as after a comparison
-        self._told: set[tuple[str, str, str, str]] = set()
+        self._known: object = None  # how many messages this agent had sent, and what workers ran, at a comparison
+        self._told: set[tuple[str, frozenset[str]]] = set()
 
     def differing(self, agent: Agent, workers: Sequence[Worker]) -> Iterator[str]:
         """Yield a line for each such module that is another version on workers, once for each two versions.
 
-        Asks idle workers, if this process has made calls since it last asked.
+        Asks idle workers, if this process has made calls since it last asked, or if a worker's last cell has imported a
+        module or named one in a call for the first time.
         """
-        here = versions(named_modules())
-        if not here or agent.links.traffic()[0] == self._sent:
+        told = [worker.code for worker in workers]
+        if (agent.links.traffic()[0], told) == self._known:
             return
         idle = [worker.name for worker in workers if worker.alive and not worker.cells]
         with recorder().contexts.outside():
-            asked = dict.fromkeys(idle, (list(here),))
-            answers = ask_each(agent, versions, asked, timeout=_VERSIONS_ARRIVE_WITHIN).values
-        self._sent = agent.links.traffic()[0]
-        for name, own in here.items():
-            keys = {worker: (name, worker, own, found.get(name, own)) for worker, found in answers.items()}
-            apart = [worker for worker, key in keys.items() if key[3] != own and key not in self._told]
-            self._told.update(keys.values())
-            if apart:
-                path = noted[name][0]
-                ago = duration(max(0.0, time.time() - os.path.getmtime(path))) if os.path.exists(path) else "long"
-                told = f"{os.path.basename(path)} changed {ago} ago"
-                yield f"{name} is another version on {say_names(apart)} than here ({told}): %dist_reload {name}"
+            answers = ask_each(agent, code_in_use, dict.fromkeys(idle, ()), timeout=_VERSIONS_ARRIVE_WITHIN).values
+        self._known = agent.links.traffic()[0], told
+        callers = {"here": code_in_use()} | {f"on {worker}": answer for worker, answer in answers.items()}
+        for caller, (own, named) in callers.items():
+            for name in named:
+                found = {worker: modules.get(name, own[name]) for worker, (modules, _) in answers.items()}
+                pairs = {worker: (name, frozenset((own[name], digest))) for worker, digest in found.items()}
+                apart = [each for each in found if found[each] != own[name] and pairs[each] not in self._told]
+                self._told.update(pairs.values())
+                if apart:
+                    since = _say_age(noted[name][0]) if name in noted else ""
+                    yield f"{name} is another version on {say_names(apart)} than {caller}{since}: %dist_reload {name}"
+
+
+def _say_age(path: str) -> str:
+    ago = duration(max(0.0, time.time() - os.path.getmtime(path))) if os.path.exists(path) else "long"
+    return f" ({os.path.basename(path)} changed {ago} ago)"

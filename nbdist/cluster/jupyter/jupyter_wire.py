@@ -19,7 +19,7 @@ from nbdist.errors import ProtocolError
 
 COLLECTIVES = "nbdist_collectives"  # the type of a message that tells what a worker has called in its process groups
 FENCE = "nbdist_fence"  # of one that marks a place in a worker's output: everything before it has been sent
-NAMES = "nbdist_names"  # of one that lists the user's names on a worker
+NAMES = "nbdist_names"  # of one that lists the user's names and modules on a worker
 
 _DELIMITER = b"<IDS|MSG>"
 _VERSION = "5.4"  # of Jupyter's message protocol

@@ -76,7 +76,7 @@ class Router:
                 fence.release()
             return
         if kind == NAMES:
-            worker.names = content["names"]
+            worker.names, worker.code = content["names"], content["code"]
             return
         if kind == COLLECTIVES:
             worker.histories = msgspec.convert(content["groups"], list[GroupHistory])

@@ -81,6 +81,7 @@ class Worker:
         self.on_change: Callable[[], object] = lambda: None
         """Called when a cell has ended here, when the worker has joined the RPC world, and when it is lost."""
         self.names: list[str] = []  # the user's variables after the last cell, for completion
+        self.code: object = None  # what `code_in_use` returned then
         # By process group, the collectives that it had called at the end of its last cell with any.
         self.histories: Sequence[GroupHistory] = ()
         # Where the worker was, each time that somebody looked while its cell was silent.

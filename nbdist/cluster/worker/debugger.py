@@ -20,6 +20,7 @@ import linecache
 import os
 import pdb
 import sys
+import textwrap
 import threading
 from bdb import BdbQuit
 from collections.abc import Callable, Mapping
@@ -47,6 +48,7 @@ STOPPED = "\x03"
 
 _LIMITS_TOLD_WITHIN = 0.5  # seconds for the other workers to say which of their waits will end
 _VARIABLES_SHOWN = 30
+_ERROR_SHOWN = 100  # characters of an error in one line
 _TEXT_SHOWN = 60  # characters of a value
 # Stepping passes over the modules that run the user's code.
 _SKIPPED = ("nbdist.*", "IPython.*", "ipykernel.*", "threading", "concurrent.futures.*", "asyncio.*", "tornado.*")
@@ -90,7 +92,7 @@ class Debugger:
         """Ask by this agent, from now on. Called once, when it has started."""
         self._agent, self._pid = agent, os.getpid()
         agent.executor.on_error = self.keep
-        agent.named.publish("debugger", self, "post_mortem")
+        agent.named.publish("debugger", self, "say_error", "post_mortem")
 
     def keep(self, error: BaseException) -> None:
         """Keep an error, in place of the last one."""
@@ -161,19 +163,19 @@ class Debugger:
         first = {group: seconds for seconds, group in sorted(found, reverse=True)}
         return "; ".join(f"{group} gives up in {seconds:.0f} s" for group, seconds in first.items())
 
-    def post_mortem(self) -> bool:
-        """Look around where the last error arose, in a conversation with the notebook, which calls this.
+    def say_error(self) -> str:
+        """Return the last error in a line; "" if none is kept."""
+        error = self.last_error
+        return textwrap.shorten(f"{type(error).__name__}: {error}", _ERROR_SHOWN) if error is not None else ""
 
-        Returns False if no error is kept.
-        """
-        if self.last_error is None or self.last_error.__traceback__ is None:
-            return False
-        debugger = _Pdb()
-        debugger.reset()
-        debugger.message(f"{type(self.last_error).__name__}: {self.last_error}")
-        debugger.interaction(None, self.last_error.__traceback__)
-        self.leave()
-        return True
+    def post_mortem(self) -> None:
+        """Look around where the last error arose, in a conversation with the notebook, which calls this."""
+        if self.last_error is not None:
+            debugger = _Pdb()
+            debugger.reset()
+            debugger.message(f"{type(self.last_error).__name__}: {self.last_error}")
+            debugger.interaction(None, self.last_error.__traceback__)
+            self.leave()
 
 
 DEBUGGER = Debugger()

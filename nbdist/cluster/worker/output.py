@@ -23,6 +23,7 @@ import msgspec
 from IPython.core.autocall import IPyAutocall
 
 from nbdist import trace
+from nbdist.cluster.examination.imported_files import code_in_use
 from nbdist.cluster.jupyter.jupyter_wire import COLLECTIVES, FENCE, NAMES
 from nbdist.cluster.jupyter.page_lines import Page, follow_page
 from nbdist.cluster.jupyter.versions import answer_in_thread, keep_output_apart, send_text
@@ -83,7 +84,7 @@ class WorkerOutput:
         self._shell: Any = shell
         self._collectives = collectives
         self._names_given = frozenset(given)  # names such as ``rank``, which are no variables of the user's
-        self._names_told: list[str] = []  # the names that the notebook was sent last
+        self._told: object = None  # the names and the modules that the notebook was sent last
         self.called_off: set[str] = set()
         """The requests of cells that must not run, and have not ended."""
         self.values: dict[str, Future[Any]] = {}
@@ -175,14 +176,17 @@ class WorkerOutput:
         return lines
 
     def _tell_names(self) -> None:
-        """Send the names of the user's variables to the notebook, which completes them while this worker is busy."""
+        """Send the notebook the names of the user's variables, which it completes, and the modules, which it compares.
+
+        So it needs no answer of this worker, which may be busy, or has made no calls.
+        """
         # Without names of IPython's own, but with those that every worker has, such as `rank`.
         hidden = self._shell.user_ns_hidden
         shown = [name for name in list(self._shell.user_ns) if name[:1] != "_"]
         names = [name for name in shown if name not in hidden or name in self._names_given]
-        if names != self._names_told:
-            self._names_told = names
-            self._publish(NAMES, {"names": names})
+        if (names, code := code_in_use()) != self._told:
+            self._told = names, code
+            self._publish(NAMES, {"names": names, "code": code})
 
     def _publish(self, kind: str, content: dict[str, Any]) -> None:
         # Past the stream's buffer: text that is not flushed comes later.
