@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import time
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -86,7 +85,7 @@ class CellSender:
                 return cell
             send()
             if timeout is not None:
-                self.thread.soon(self._cancel_late, cell, time.monotonic() + timeout - self.stops.seconds())
+                self.thread.soon(self._cancel_late, cell, self.thread.loop.time() + timeout - self.stops.seconds())
             return cell
 
     def send(self, token: object, cell: Cell, workers: Sequence[Worker], content: bytes, metadata: bytes) -> None:
@@ -136,7 +135,7 @@ class CellSender:
 
     def _cancel_late(self, cell: Cell, due: float) -> None:
         """Interrupt a cell, sent without ``block``, once its time is over. Stops take none of it."""
-        if not cell.done and (left := due + self.stops.seconds() - time.monotonic()) > 0:
+        if not cell.done and (left := due + self.stops.seconds() - self.thread.loop.time()) > 0:
             self.thread.loop.call_later(left, self._cancel_late, cell, due)
         elif not cell.done:
             cell.interrupted = True

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from nbdist.autograd.api import recorder
 from nbdist.cluster.jupyter.kernel_connection import KernelThread
@@ -21,9 +21,7 @@ from nbdist.cluster.kernels.workers import Worker
 from nbdist.cluster.stops import Stops
 from nbdist.errors import NbdistError
 from nbdist.rpc.agent import Agent
-
-if TYPE_CHECKING:
-    from nbdist.wire.messages import Record
+from nbdist.wire.messages import Record
 
 _ANSWERS_WITHIN = 5.0  # seconds; the agent of a worker answers, too, while its main thread stands still
 
@@ -70,7 +68,7 @@ class PageDebugger:
         if stands:
             self._stops.hold(self.worker.name, "a line that JupyterLab shows")
         else:
-            self._stops.left(self.worker.name, 0, 0)
+            self._stops.left(self.worker.name)
         with contextlib.suppress(NbdistError):  # RPC has ended in this process
             recorder().freeze(self, stands)
 

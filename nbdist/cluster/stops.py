@@ -58,14 +58,13 @@ _RUNS_WITHIN = 0.5
 _WAITING_FILES = (threading.__file__, queue.__file__, concurrent.futures.wait.__code__.co_filename)
 _WAITING_CODES = (Latch.wait.__code__, Promise.wait.__code__, Cell.wait.__code__)
 
-_Key = tuple[str, int]  # the worker's name and the ident of its thread
+_Key = tuple[str, int]  # the worker's name and the number of the stop there
 
 
 @dataclass(eq=False)
 class StoppedThread:
     """A thread of a worker that stands in a debugger, or goes on by its commands, such as `n`."""
 
-    number: int  # of the worker's stops
     place: str
     text: str = ""  # what the debugger has printed, which ends with its prompt
     answer: Future[str | None] | None = None  # gets the user's answer; None while the debugger carries one out
@@ -121,7 +120,7 @@ class Stops:
 
     # -- what workers call, in threads of the agent ---------------------------------------------
 
-    def ask(self, worker: str, thread: int, number: int, place: str, text: str) -> Future[str | None]:
+    def ask(self, worker: str, number: int, place: str, text: str) -> Future[str | None]:
         """Ask the user; return the future of a line, `STOPPED`, or None if nobody can answer.
 
         ``text`` is what the debugger has printed since the last answer; its last line is the prompt.
@@ -132,42 +131,35 @@ class Stops:
             if not self._interactive or not self._running:
                 answer.set_result(None)
                 return answer
-            if not self._stops:
-                self._stood_since = time.monotonic()
-            stop = self._stops.setdefault((worker, thread), StoppedThread(number, place))
-            if stop.number != number:  # the message that the earlier one has left comes later
-                stop.over.try_settle(None, None)
-                stop = self._stops[worker, thread] = StoppedThread(number, place)
+            stop = self.hold(worker, place, number)
             stop.place, stop.text, stop.answer = place, text, answer
         self._thread.soon(self._begin_looking)
         return answer
 
-    def hold(self, worker: str, place: str) -> None:
-        """Note that a worker stands in another debugger than these, until ``left(worker, 0, 0)``."""
+    def hold(self, worker: str, place: str, number: int = 0) -> StoppedThread:
+        """Note that a worker stands, until `left`; without a number in another debugger than these."""
         with self._lock:
             if not self._stops:
                 self._stood_since = time.monotonic()
-            self._stops[worker, 0] = StoppedThread(0, place)
+            return self._stops.setdefault((worker, number), StoppedThread(place))
 
-    def left(self, worker: str, thread: int, number: int) -> None:
+    def left(self, worker: str, number: int = 0) -> None:
         """Forget a stop: its thread runs on."""
         with self._lock:
-            stop = self._stops.get((worker, thread))
-            if stop is None or stop.number != number:
-                return
-            del self._stops[worker, thread]
-            if not self._stops:
+            stop = self._stops.pop((worker, number), None)
+            if stop is not None and not self._stops:
                 self._stood += time.monotonic() - self._stood_since
-        stop.over.try_settle(None, None)
+        if stop is not None:
+            stop.over.try_settle(None, None)
 
     def source(self, file: str) -> list[str]:
         """Return the lines of a cell whose functions were sent to workers, which cannot read its file."""
         return linecache.getlines(file) if is_of_cell(file) else []
 
     def _on_lost(self, record: Record, _: str) -> None:
-        for (worker, thread), stop in list(self._stops.items()):
+        for worker, number in list(self._stops):
             if worker == record.name:
-                self.left(worker, thread, stop.number)
+                self.left(worker, number)
 
     # -- looking --------------------------------------------------------------------------------
 
@@ -210,17 +202,14 @@ class Stops:
                 f"no debugger stands on {say_names(workers)}, and no error is kept there: no cell and no call has "
                 "failed there since the start, or since the last `%dist_free`"
             )
-        first, *others = found
         lines = [f"{say_names(names)}: {text}" for text, names in grouped(found, found.__getitem__).items()]
-        question = f"which worker? (Enter for {first}) "
         if not self._interactive:
-            asks = f": it would ask {question!r}" if others else ""
-            print(f"nobody can answer here, so no debugger opens{asks}", *lines, sep="\n")
+            print("nobody can answer here, so no debugger opens on one of these:", *lines, sep="\n")
             return ""
-        if not others:
-            return first
-        print(*lines, sep="\n", flush=True)
-        answer = input(question).strip() or first
+        answer = first = next(iter(found))
+        if len(found) > 1:
+            print(*lines, sep="\n", flush=True)
+            answer = input(f"which worker? (Enter for {first}) ").strip() or first
         if (worker := f"worker{answer}" if answer.isdecimal() else answer) not in found:
             raise UsageError(f"{answer!r} is none of {say_names(list(found))}")
         return worker

@@ -397,11 +397,11 @@ class DistMagics(Magics):  # type: ignore[misc, unused-ignore]
         asked = read("%dist_debug", line)
         if asked.lab is not None:
             print(self._session.debug_in_page(asked.lab))
-            return None
-        if asked.targets is None:
+        elif asked.targets is None:
             return _status("")
-        cluster = self._session.cluster()
-        cluster.stops.open([worker.name for worker in cluster.select(asked.targets)])
+        else:
+            cluster = self._session.cluster()
+            cluster.stops.open([worker.name for worker in cluster.select(asked.targets)])
         return None
 
     @line_magic

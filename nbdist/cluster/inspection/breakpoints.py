@@ -68,11 +68,8 @@ class ClusterBreakpoints:
         """Send the breakpoints to each worker that has not got them, as one that has started since."""
         due = {}
         for worker in self._workers:
-            name, own = (
-                worker.name,
-                [each for each, workers in self._set.values() if worker.name in (workers or [worker.name])],
-            )
-            held = worker.incarnation, own
+            name = worker.name
+            held = worker.incarnation, [each for each, names in self._set.values() if name in (names or [name])]
             if worker.alive and worker.step == "ready" and self._told.get(name, (held[0], [])) != held:
                 due[name] = held
         with recorder().contexts.outside():

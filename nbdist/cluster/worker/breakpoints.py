@@ -19,14 +19,12 @@ import threading
 from collections.abc import Sequence
 from itertools import chain
 from types import CodeType, FrameType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from nbdist.cluster.worker.debugger import DEBUGGER, stop_at
 from nbdist.code_places import CELLS, is_of_cell, is_users, shown_name
+from nbdist.rpc.agent import Agent
 from nbdist.thread_frames import outwards, thread_frames
-
-if TYPE_CHECKING:
-    from nbdist.rpc.agent import Agent
 
 
 class Breakpoint(NamedTuple):

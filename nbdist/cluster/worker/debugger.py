@@ -20,12 +20,11 @@ import linecache
 import os
 import pdb
 import sys
-import textwrap
 import threading
 from bdb import BdbQuit
 from collections.abc import Callable, Mapping
 from types import CodeType, FrameType, FunctionType, ModuleType, TracebackType
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn
 
 import torch
 
@@ -38,6 +37,7 @@ from nbdist.errors import DebuggerQuit, NbdistError
 from nbdist.finalisers import may_wait
 from nbdist.rpc.agent import Agent
 from nbdist.rpc.asking import ask_each
+from nbdist.rpc.references.describing import dtype_name, error_line
 from nbdist.thread_frames import line_number, outwards
 
 STOPS_ASK = "stops.ask"
@@ -48,7 +48,6 @@ STOPPED = "\x03"
 
 _LIMITS_TOLD_WITHIN = 0.5  # seconds for the other workers to say which of their waits will end
 _VARIABLES_SHOWN = 30
-_ERROR_SHOWN = 100  # characters of an error in one line
 _TEXT_SHOWN = 60  # characters of a value
 # Stepping passes over the modules that run the user's code.
 _SKIPPED = ("nbdist.*", "IPython.*", "ipykernel.*", "threading", "concurrent.futures.*", "asyncio.*", "tornado.*")
@@ -71,7 +70,6 @@ class Debugger:
         self._numbers = itertools.count(1)
         self.talking = set[int]()
         """The idents of the threads that carry out the user's commands, or wait for one."""
-        self._main: _Pdb | None = None  # traces the main thread while it steps
         self.passed: dict[tuple[CodeType, int], int] = {}
         """By line, the calls of `torch.distributed.breakpoint` that did not stop there."""
         self.on_end: Callable[[FrameType], object] = lambda frame: None
@@ -91,6 +89,7 @@ class Debugger:
     def follow(self, agent: Agent) -> None:
         """Ask by this agent, from now on. Called once, when it has started."""
         self._agent, self._pid = agent, os.getpid()
+        self._stops = agent.at(self._driver, "stops")
         agent.executor.on_error = self.keep
         agent.named.publish("debugger", self, "say_error", "post_mortem")
 
@@ -103,8 +102,7 @@ class Debugger:
             self.last_error = error
 
     def _after_cell(self, result: Any) -> None:
-        if self._main is not None:
-            self._main = None
+        if isinstance(getattr(sys.gettrace(), "__self__", None), _Pdb):  # the user steps
             sys.settrace(None)
             self.leave()
         if result.error_in_exec is not None:
@@ -116,14 +114,9 @@ class Debugger:
 
     def ask(self, place: str, text: str) -> str:
         """Return the user's next line. Raises KeyboardInterrupt after Stop, _NobodyAnswers if nobody can answer."""
-        assert self._agent is not None
-        try:
-            with recorder().contexts.outside():
-                asked = self._agent.at(self._driver, "stops")
-                ident = threading.get_ident()
-                said = asked.later("ask", self.name, ident, self._standing[ident], place, text, timeout=0).wait()
-        except NbdistError as error:  # the notebook is gone
-            raise _NobodyAnswers from error
+        said, number = None, self._standing[threading.get_ident()]
+        with contextlib.suppress(NbdistError), recorder().contexts.outside():  # the notebook may be gone
+            said = self._stops.later("ask", self.name, number, place, text, timeout=0).wait()
         if said == STOPPED:
             raise KeyboardInterrupt
         if said is None:
@@ -132,9 +125,8 @@ class Debugger:
 
     def learn_source(self, file: str) -> None:
         """Get the lines of a cell of the notebook's, with a function that was sent here, so that pdb can show them."""
-        assert self._agent is not None
         with recorder().contexts.outside(), contextlib.suppress(NbdistError):
-            lines = self._agent.at(self._driver, "stops").ask("source", file)
+            lines = self._stops.ask("source", file)
             linecache.cache[file] = sum(map(len, lines)), None, lines, file
 
     def stand(self) -> None:
@@ -147,26 +139,24 @@ class Debugger:
     def leave(self) -> None:
         """Let the clocks run that the calling thread has stopped, if it has."""
         ident = threading.get_ident()
-        if (number := self._standing.pop(ident, 0)) and self._agent is not None:
+        if number := self._standing.pop(ident, 0):
             recorder().freeze(-ident, False)
-            self._agent.at(self._driver, "stops").cast("left", self.name, ident, number)
+            self._stops.cast("left", self.name, number)
 
     def say_limits(self) -> str:
         """Return a line about the waits of other workers in process groups that end although this thread stands."""
         assert self._agent is not None
         others = [each.name for each in self._agent.membership.others() if each.name != self._driver]
         with recorder().contexts.outside():
-            told = ask_each(self._agent, limits_left, dict.fromkeys(others, ()), timeout=_LIMITS_TOLD_WITHIN)
-        found = [
-            (seconds, group) for each in told.or_raise(but=NbdistError).values() for group, seconds in each.items()
-        ]
-        first = {group: seconds for seconds, group in sorted(found, reverse=True)}
-        return "; ".join(f"{group} gives up in {seconds:.0f} s" for group, seconds in first.items())
+            told = ask_each(self._agent, limits_left, dict.fromkeys(others, ()), timeout=_LIMITS_TOLD_WITHIN).values
+        limits = sorted((limit for each in told.values() for limit in each.items()), reverse=True)
+        # The last limit of a group, its shortest, stays.
+        return "; ".join(f"{group} gives up in {seconds:.0f} s" for group, seconds in dict(limits).items())
 
     def say_error(self) -> str:
         """Return the last error in a line; "" if none is kept."""
         error = self.last_error
-        return textwrap.shorten(f"{type(error).__name__}: {error}", _ERROR_SHOWN) if error is not None else ""
+        return error_line(type(error).__name__, str(error))[: 2 * _TEXT_SHOWN] if error is not None else ""
 
     def post_mortem(self) -> None:
         """Look around where the last error arose, in a conversation with the notebook, which calls this."""
@@ -205,8 +195,6 @@ def stop_at(frame: FrameType) -> None:
     if debugger.quitting:
         debugger.quit(frame)
     if not debugger.is_done:
-        if threading.current_thread() is threading.main_thread():
-            DEBUGGER._main = debugger
         sys.settrace(debugger.trace_dispatch)
 
 
@@ -232,22 +220,17 @@ def _stop_at_rank(rank: int = 0, skip: int = 0, timeout_s: float | None = 3600) 
     torch.distributed.barrier()
 
 
-class _Conversation(io.TextIOBase):
-    """The standard input and output of a debugger."""
+class _Conversation(io.StringIO):
+    """The standard input and output of a debugger. Keeps what is written for the next question."""
 
     def __init__(self, debugger: _Pdb) -> None:
+        super().__init__()
         self._debugger = debugger
-        self._written: list[str] = []
-
-    def write(self, text: str) -> int:
-        """Keep a text for the next question."""
-        self._written.append(text)
-        return len(text)
 
     def take(self) -> str:
         """Return what was written since the last call."""
-        text = "".join(self._written)
-        self._written.clear()
+        text = self.getvalue()
+        self.truncate(self.seek(0))
         return text
 
     def readline(self, _: int | None = -1) -> str:  # type: ignore[override]
@@ -260,8 +243,7 @@ class _Pdb(pdb.Pdb):
 
     def __init__(self) -> None:
         self._conversation = _Conversation(self)
-        stream = cast(Any, self._conversation)
-        super().__init__(stdin=stream, stdout=stream, skip=_SKIPPED, nosigint=True)
+        super().__init__(stdin=self._conversation, stdout=self._conversation, skip=_SKIPPED, nosigint=True)
         self.prompt = "(pdb) "
         self.is_done = False
         """True once the debugger traces nothing any more."""
@@ -372,21 +354,17 @@ def _is_outermost(frame: FrameType) -> bool:
 
 
 def _say_value(value: Any) -> str:
+    kind = type(value)
     with contextlib.suppress(Exception):  # meta, lazy and functorch's tensors have no value, or no shape
-        return _say_known(value)
-    return type(value).__qualname__
-
-
-def _say_known(value: Any) -> str:
-    if isinstance(value, torch.Tensor):
-        kind = f"{str(value.dtype).removeprefix('torch.')}{tuple(value.shape)}"
-        # The value of another kind of tensor may take a collective.
-        is_plain = value.numel() == 1 and type(value) in (torch.Tensor, torch.nn.Parameter)
-        return f"Tensor {kind} {value.item():.9g}" if is_plain else f"Tensor {kind}"
-    # Another object's text may have an address, which differs in each run.
-    if value is None or isinstance(value, int | float | complex | str | bytes):
-        text = repr(value)
-        return text if len(text) <= 2 * _TEXT_SHOWN else f"{text[:_TEXT_SHOWN]}…{text[-_TEXT_SHOWN:]}"
-    if isinstance(value, list | tuple | dict | set | frozenset):
-        return f"{type(value).__qualname__} of {len(value)}"
-    return type(value).__qualname__
+        if isinstance(value, torch.Tensor):
+            # The value of another kind of tensor may take a collective.
+            is_plain = value.numel() == 1 and kind in (torch.Tensor, torch.nn.Parameter)
+            number = f" {value.item():.9g}" if is_plain else ""
+            return f"Tensor {dtype_name(value.dtype)}{tuple(value.shape)}{number}"
+        # Another object's text may have an address, which differs in each run.
+        if value is None or isinstance(value, int | float | complex | str | bytes):
+            text = repr(value)
+            return text if len(text) <= 2 * _TEXT_SHOWN else f"{text[:_TEXT_SHOWN]}…{text[-_TEXT_SHOWN:]}"
+        if isinstance(value, list | tuple | dict | set | frozenset):
+            return f"{kind.__qualname__} of {len(value)}"
+    return kind.__qualname__

@@ -248,7 +248,6 @@ class WorkerKernel:
         from nbdist.cluster.jupyter import labels
         from nbdist.cluster.processes import process_memory
         from nbdist.cluster.worker import gpu
-        from nbdist.cluster.worker.debugged_page import DebuggedPage
         from nbdist.rpc import failures
         from nbdist.rpc.api import initialize
         from nbdist.rpc.options import RpcBackendOptions
@@ -267,7 +266,7 @@ class WorkerKernel:
         self._breakpoints.agent = agent
         agent.named.publish("breakpoints", self._breakpoints, "replace")
         agent.named.publish("code", self._new_code, "follow")
-        agent.named.publish("page", self._page, *DebuggedPage.METHODS)
+        agent.named.publish("page", self._page, *self._page.METHODS)
         self._collectives.follow(agent, told)
         failures.on_text(labels.rename_frames)
         process_memory.mark_start()
