@@ -211,7 +211,7 @@ class Stops:
             print(*lines, sep="\n", flush=True)
             answer = input(f"which worker? (Enter for {first}) ").strip() or first
         if (worker := f"worker{answer}" if answer.isdecimal() else answer) not in found:
-            raise UsageError(f"{answer!r} is none of {say_names(list(found))}")
+            raise UsageError(f"there is no {answer!r} to debug: run this again, and choose from {say_names([*found])}")
         return worker
 
     # -- asking ---------------------------------------------------------------------------------

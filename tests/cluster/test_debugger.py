@@ -255,7 +255,7 @@ def test_debug_asks_which_worker_if_several_have_failed(notebook):
     answer(notebook, "1", "p 'rank', rank", "q")
     assert "('rank', 1)" in notebook.run("%debug").stdout
     answer(notebook, "worker7")
-    assert notebook.run("%debug", check=False).error["evalue"].endswith("'worker7' is none of worker0,1")
+    assert notebook.run("%debug", check=False).error["evalue"].startswith("there is no 'worker7' to debug: run this")
     notebook.run("%%remote\nraise ValueError('alike')", check=False)
     answer(notebook, "worker1", "p 'rank', rank", "q")
     cell = notebook.run("%debug")
