@@ -95,7 +95,7 @@ class GroupHistory(msgspec.Struct, frozen=True):
     busy: bool = False
     """True if a thread of the member runs the user's code: it may yet call more."""
     transfers: list[Transfers] | None = None
-    """The sends and receives; None where they are not known: below torch 2.14, or while the member holds the GIL."""
+    """The sends and receives; None where they are not known, as while the member holds the GIL."""
 
     @property
     def last(self) -> int:

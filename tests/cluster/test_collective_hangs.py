@@ -7,8 +7,6 @@ import signal
 import pytest
 from helpers.notebook.frontend import Notebook
 
-from nbdist.torch_private import torch_version
-
 DDP = """
 from torch.nn.parallel import DistributedDataParallel
 model = DistributedDataParallel(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2)))
@@ -169,7 +167,6 @@ def test_different_collectives_are_told_at_the_first_look(notebook, name):
     notebook.until(lambda: re.fullmatch(told, cell.line), what=told)
 
 
-@pytest.mark.skipif(torch_version() < (2, 14), reason="torch calls no hooks")
 @pytest.mark.parametrize("name", UNMATCHED)
 def test_who_has_not_sent_or_received_is_named(notebook, name):
     code, told = UNMATCHED[name]
@@ -211,7 +208,6 @@ print(sum(each.count for each in own.transfers) > 100, [each.text for each in fi
 """
 
 
-@pytest.mark.skipif(torch_version() < (2, 14), reason="torch calls no hooks")
 def test_all_transfers_of_healthy_programs_match(notebook):
     notebook.run("%dist_restart -p")  # the counts begin anew
     notebook.run(f"%%remote\n{HEALTHY}")

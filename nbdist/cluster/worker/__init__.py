@@ -6,7 +6,7 @@
 `gloo`               gloo's connections
 `nccl`               aborts of NCCL's collectives, and the threads in them
 `wrapped_models`     names the part of a model for which DDP or FSDP2 calls a collective
-`group_hooks`        sees each operation of the process groups, from torch 2.14 on
+`group_hooks`        sees each operation of the process groups, of an older torch sends and receives
 `roots`              notes the root of each broadcast, scatter, reduce and gather
 `flight_recorder`    reads torch's record of this process's collectives
 `record_server`      lets the host read that record while the worker holds the GIL

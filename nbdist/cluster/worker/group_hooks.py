@@ -1,5 +1,7 @@
 """`GroupHooks`: sees each operation of this worker's process groups just before torch issues it, from torch 2.14 on.
 
+An older torch calls no hooks: there it sees only sends and receives, which it counts as they are issued.
+
 torch calls the hook with the GIL, in the thread that issues the operation: the one that runs the cell, or a thread of
 autograd's for DDP on a GPU. It takes some microseconds, and halts a pass that is paused. In a pass, which may have many
 buckets, it leaves out the tensors, and all but the first operation in 10 ms. An error in it would fail the operation.
@@ -7,13 +9,15 @@ buckets, it leaves out the tensors, and all but the first operation in 10 ms. An
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from enum import IntEnum
 from functools import cache, partial
 from types import CodeType, FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed
 from msgspec.structs import replace
@@ -40,6 +44,18 @@ _MESH = "mesh_"  # begins the description of a group that is a dimension of a De
 _is_users = cache(is_users)
 
 
+class _Kind(IntEnum):
+    send = 0
+    recv = 1
+
+
+class _Transfer(NamedTuple):
+    """A send or receive, as a hook of torch's would describe it."""
+
+    name: _Kind
+    root: int = -1
+
+
 class GroupHooks:
     """The hooks of this worker's process groups. There is one for all, `HOOKS`, because torch's groups are global."""
 
@@ -60,9 +76,28 @@ class GroupHooks:
         Returns the file of the operations that survives this process: see `LastOperations`.
         """
         self._operations = LastOperations()
-        if hasattr(torch.distributed.ProcessGroup, "register_pre_hook"):
+        group = torch.distributed.ProcessGroup
+        if hasattr(group, "register_pre_hook"):
             watch_new_groups(self._hook)
+        else:
+            watch_new_groups(lambda name, _: self._transfers.update({name: {}}))
+            for kind in ("send", "recv", "recv_anysource"):
+                setattr(group, kind, self._counted(kind[:4], getattr(group, kind)))
         return self._operations.file
+
+    def _counted(self, kind: str, issue: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a method of torch's groups that issues a send or receive by ``issue``, and counts it."""
+
+        def issue_counted(group: Any, tensors: Any, *arguments: Any) -> Any:
+            work = issue(group, tensors, *arguments)  # an error of torch's: it has issued nothing
+            with contextlib.suppress(Exception):  # never the user's
+                *peer, tag = arguments  # there is none in `recv_anysource`
+                operation = _Transfer(_Kind[kind], *peer)
+                known, rank, *_ = self._known(group.group_name, operation, tensors, sys._getframe(1))
+                self._count(group.group_name, (kind == "send", rank, tag), known)
+            return work
+
+        return issue_counted
 
     def _hook(self, name: str, group: Any) -> None:
         self._transfers[name] = {}  # also to say that there are none; an earlier group of this name has been destroyed
@@ -81,21 +116,13 @@ class GroupHooks:
                 return  # C++ has called it, such as DDP for a bucket: a step has many, which differ in the tensors
             else:
                 tensors, self._pass, self._pass_noted = [], id(called), now
-            frame = called = called or _main_frame()
-            while frame is not None and not _is_users(frame.f_code.co_filename):
-                frame = frame.f_back
-            # Not the line, which takes 0.4 µs, ten times as long. The id of a code is its own while `_kinds` has it.
-            at = frame and (id(frame.f_code), frame.f_lasti)
-            first = tensors and (tensors[0].shape, tensors[0].dtype, len(tensors))
-            key = group, at, int(operation.name), operation.root, *first
-            if (kind := self._kinds.get(key)) is None:
-                self._kinds = self._kinds if len(self._kinds) < _TEXTS else {}
-                kind = self._kinds[key] = (*_say(operation, group, tensors, called), frame and frame.f_code)
+            kind = self._known(group, operation, tensors, called)
             self._operations.note(now, kind[2])
             if kind[0].kind in _TRANSFERS:
                 is_first = not self._transfers[group]
                 # torch's hooks do not know the tag, but the frame of its `isend` or `irecv` does.
-                key = kind[0].kind == "send", kind[1], (called.f_locals.get("tag") if called else 0) or 0
+                frame = called or _main_frame()
+                key = kind[0].kind == "send", kind[1], (frame.f_locals.get("tag") if frame else 0) or 0
                 self._begun[group, operation.op_id] = key, kind[0]
                 if is_first:  # not before: each operation pays for the hook. It comes too late for this one
                     groups_by_name()[group].register_post_hook(_HOOK, partial(self._after, group))
@@ -103,16 +130,33 @@ class GroupHooks:
         except Exception:  # never the user's
             return
 
+    def _known(
+        self, group: str, operation: Any, tensors: Any, called: FrameType | None
+    ) -> tuple[Given, int, bytes, CodeType | None]:
+        """Return what `_say` returns for an operation, and the user's code that calls it; made once for each kind."""
+        frame = called = called or _main_frame()
+        while frame is not None and not _is_users(frame.f_code.co_filename):
+            frame = frame.f_back
+        # Not the line, which takes 0.4 µs, ten times as long. The id of a code is its own while `_kinds` has it.
+        at = frame and (id(frame.f_code), frame.f_lasti)
+        first = tensors and (tensors[0].shape, tensors[0].dtype, len(tensors))
+        key = group, at, int(operation.name), operation.root, *first
+        if (kind := self._kinds.get(key)) is None:
+            self._kinds = self._kinds if len(self._kinds) < _TEXTS else {}
+            kind = self._kinds[key] = (*_say(operation, group, tensors, called), frame and frame.f_code)
+        return kind
+
     def _after(self, group: str, operation: Any) -> None:
         """Count a transfer that torch has issued: not one that it has refused, such as of a tensor with gaps."""
-        begun = self._begun.pop((group, operation.op_id), None)
-        if begun is not None:
-            key, given = begun
-            with self._counting:  # several threads may send
-                of_group = self._transfers[group]
-                before = of_group.get(key) or Transfers(*key, 0, [])
-                of_group[key] = Transfers(*key, before.count + 1, [given, *before.newest[:_OLDER]])
-                self.transfers_called += 1
+        if (begun := self._begun.pop((group, operation.op_id), None)) is not None:
+            self._count(group, *begun)
+
+    def _count(self, group: str, key: tuple[bool, int, int], given: Given) -> None:
+        with self._counting:  # several threads may send
+            of_group = self._transfers[group]
+            before = of_group.get(key) or Transfers(*key, 0, [])
+            of_group[key] = Transfers(*key, before.count + 1, [given, *before.newest[:_OLDER]])
+            self.transfers_called += 1
 
     def add_transfers(self, histories: Sequence[GroupHistory]) -> list[GroupHistory]:
         """Return the histories of this worker's groups with their sends and receives, as far as these are known."""
