@@ -155,8 +155,8 @@ ROOMS: dict[str, str] = {
         "doors placer http swarm serving connecting"
     ),
     "cluster": (
-        "group_history spec jupyter targets spawning processes output errors kernels examination lifecycle team stands "
-        "whereabouts held_locks partings hosts deaths growing launching worker_changes mending "
+        "group_history undoing spec jupyter targets spawning processes output errors kernels examination lifecycle "
+        "team stands whereabouts held_locks partings hosts deaths growing launching worker_changes mending "
         "worker stops collation lookout executor interrupting cell_sender cell_values page_debugger cluster asking "
         "inspection"
     ),

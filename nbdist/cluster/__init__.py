@@ -14,6 +14,7 @@ deaths         brings together what the launcher and the agent know of a worker'
 spec           the description of a cluster and its options, which checks itself; `targets` parses ``0,2``
 launching      finds the launcher of a cluster
 mending        requests of workers that concern their process group
+undoing        undoes what was begun if the code that follows fails
 spawning       says what to write in place of ``torch.multiprocessing.spawn``
 executor       calls functions on the first free worker, as an executor of `concurrent.futures` does
 asking         completion and inspection of code in a cell for workers

@@ -20,6 +20,7 @@ from nbdist.cluster.lookout import Lookout
 from nbdist.cluster.output.sinks import current_sink
 from nbdist.cluster.stops import Stops
 from nbdist.cluster.team import Targets, Team
+from nbdist.cluster.undoing import undone_by
 from nbdist.cluster.worker.output import METADATA
 from nbdist.errors import NbdistError, UsageError
 from nbdist.rpc.agent import Agent
@@ -77,11 +78,8 @@ class CellSender:
                     self.thread.soon(Lookout(self.thread, self.agent, *parts, options.progress_after).start)
 
             if options.block:
-                try:
+                with undone_by(forget_values, cell):  # the caller gets no handle
                     cell.wait(timeout, begin=send)
-                except BaseException:
-                    forget_values(cell)  # the caller gets no handle
-                    raise
                 return cell
             send()
             if timeout is not None:

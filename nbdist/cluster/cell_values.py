@@ -14,6 +14,7 @@ from nbdist.cluster.kernels.cells import Cell, CellOptions, CellPart
 from nbdist.cluster.kernels.workers import require_alive
 from nbdist.cluster.targets import means_one
 from nbdist.cluster.team import Targets, Team
+from nbdist.cluster.undoing import undone_by
 from nbdist.cluster.worker.output import take_last_value
 from nbdist.errors import EncodeError, UsageError, WorkerLost
 from nbdist.rpc import api
@@ -33,14 +34,10 @@ class CellValues:
     def evaluate(self, expression: str, targets: Targets = None, timeout: float | None = None) -> Any:
         """Return a copy of an expression's value on a worker, or a list of values for several workers."""
         cell = self._sender.execute(expression, targets, CellOptions(keep=True, quiet=True), timeout)
-        try:
-            # The value is a copy: no context records its way here, and a leaf stays a leaf.
-            with torch.no_grad(), named_in_errors(expression):
-                ids = {part.worker: (part.id,) for part in cell.parts.values()}
-                found = list(ask_each(self._agent, take_last_value, ids).or_raise().values())
-        except BaseException:  # Ctrl-C, too: nobody else will ask for the values
-            forget_values(cell)
-            raise
+        # The value is a copy: no context records its way here, and a leaf stays a leaf. Nobody else will ask for it.
+        with undone_by(forget_values, cell), torch.no_grad(), named_in_errors(expression):
+            ids = {part.worker: (part.id,) for part in cell.parts.values()}
+            found = list(ask_each(self._agent, take_last_value, ids).or_raise().values())
         if cell.kept is not None:  # the workers have dropped what they gave
             cell.kept.detach()
         return found[0] if means_one(targets) else found

@@ -47,6 +47,7 @@ from nbdist.cluster.spec import Spec, describe_arguments
 from nbdist.cluster.stops import Stops
 from nbdist.cluster.targets import means_all
 from nbdist.cluster.team import Targets, Team
+from nbdist.cluster.undoing import undone_by
 from nbdist.cluster.worker_changes import WorkerChanges
 from nbdist.errors import NbdistError, UsageError
 from nbdist.rpc import api, failures
@@ -262,12 +263,8 @@ class Cluster:
         warn_of_untested()
         self._state = "starting"
         Cluster.current = self
-        try:
-            with refusals_in_words("the cluster cannot start"):
-                self._start()
-        except BaseException:  # Ctrl-C, too: the workers that have started end
-            self.shutdown()
-            raise
+        with undone_by(self.shutdown), refusals_in_words("the cluster cannot start"):
+            self._start()
         self._state = "running"
         atexit.register(self.shutdown)
         self._changes.begin()
@@ -569,12 +566,8 @@ class Cluster:
         forget = self.agent.on_joined(lambda record: self.agent.call(record.name, function))
         # Not the cluster's workers: one that joins at this moment may not be among them yet.
         names = [record.name for record in self.agent.membership.others()]
-        try:
+        with undone_by(self._called_on_each.discard, function), undone_by(forget):  # there are no later calls then
             ask_each(self.agent, function, dict.fromkeys(names, ())).or_raise()
-        except BaseException:  # Ctrl-C, too: there are no later calls then
-            forget()
-            self._called_on_each.discard(function)
-            raise
 
     # -- looking for trouble --------------------------------------------------------------------
 

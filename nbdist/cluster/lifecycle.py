@@ -33,6 +33,7 @@ from nbdist.cluster.processes.generations import Generations
 from nbdist.cluster.processes.launchers.contract import GIVEN_UP, Launcher, StartedWorker
 from nbdist.cluster.processes.setup import WorkerSetup
 from nbdist.cluster.spec import Spec
+from nbdist.cluster.undoing import undone_by
 from nbdist.errors import NbdistError
 
 _log = logging.getLogger("nbdist.cluster")
@@ -87,27 +88,21 @@ class Lifecycle:
         # By name: the futures of the starts that `launch` has asked for, until `bring_up` waits for them.
         self._begun: dict[str, Future[StartedWorker]] = {}
         self.launcher = launcher(spec, self._on_end)
-        try:
+        with undone_by(self.launcher.close):  # the zygote or the hub would stay
             self.folder = self.launcher.folder
             self.generations = Generations(self.launcher.group_stores)
             # The imports that the first workers wait for; None once they are done, or if there are none.
             self._preloading = self.launcher.preload(spec.preload) if spec.preload else None
             self._master_port = _free_port()
-        except BaseException:  # Ctrl-C, too: the zygote or the hub would stay
-            self.launcher.close()
-            raise
 
     # -- up -----------------------------------------------------------------------------------
 
     def launch(self, workers: Sequence[Worker]) -> None:
         """Ask the launcher for a process for each worker. Does not wait: `bring_up` does."""
         self._begun = {}
-        try:
+        with undone_by(self._give_up, workers):  # the workers before would run on
             for worker in workers:
                 self._begun[worker.name] = self._launch(worker)
-        except BaseException:  # Ctrl-C, too: the workers before would run on
-            self._give_up(workers)
-            raise
 
     def _give_up(self, workers: Sequence[Worker]) -> None:
         """Cancel the starts of these workers that nobody waits for."""
@@ -136,13 +131,9 @@ class Lifecycle:
             rpc=_for_worker(self._spec.rpc, worker.name),
             seed=self._spec.seed,
         )
-        try:
+        with undone_by(worker.fail_to_start):
             visible = {} if worker.gpu is None else {"CUDA_VISIBLE_DEVICES": self._spec.visible_gpus(worker.gpu)}
             return self.launcher.start(setup, visible)
-        except BaseException:  # of a launcher, of any class, and Ctrl-C
-            worker.lose("could not be started")
-            worker.ended.set()  # no process will end, and `kill` waits for this
-            raise
 
     def bring_up(self, workers: Sequence[Worker], deadline: float) -> None:
         """Wait until launched workers are ready; if these are all workers, they form the process group, too."""
@@ -259,8 +250,7 @@ class Lifecycle:
             worker.lose(GIVEN_UP)
             raise
         except BaseException:  # of a launcher, of any class: there is no process
-            worker.lose("could not be started")
-            worker.ended.set()  # `kill` need not wait
+            worker.fail_to_start()
             raise
 
     def form_group(self, deadline: float) -> None:

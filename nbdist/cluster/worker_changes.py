@@ -26,6 +26,7 @@ from nbdist.cluster.kernels.workers import StartError, Worker
 from nbdist.cluster.lifecycle import Lifecycle
 from nbdist.cluster.spec import Spec
 from nbdist.cluster.team import Targets, Team
+from nbdist.cluster.undoing import undone_by
 from nbdist.errors import UsageError
 from nbdist.rpc.agent import Agent
 
@@ -82,13 +83,10 @@ class WorkerChanges:
                 self._lifecycle.kill(chosen, deadline, because)
                 if self._losses is not None:  # a worker can join under its name once all have given it up
                     self._losses.wait()
-                try:
+                with undone_by(self._lifecycle.abandon, chosen):  # no worker stays half started
                     self._lifecycle.launch(chosen)
                     self._tell(self._lifecycle.launcher.advice())  # a worker whose host is lost needs a person
                     self._lifecycle.bring_up(chosen, deadline)
-                except BaseException:  # Ctrl-C, too: no worker stays half started
-                    self._lifecycle.abandon(chosen)
-                    raise
         if process_group and len(chosen) < len(workers):
             if busy := [f"{each.name} runs In[{cell.number}]" for each in workers if (cell := each.present_cell)]:
                 self._tell(f"The process group forms once all workers are idle: {', '.join(busy)}")

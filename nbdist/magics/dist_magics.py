@@ -20,6 +20,7 @@ from IPython.display import display
 
 from nbdist import autograd, rpc
 from nbdist.amounts import counted, plural
+from nbdist.cluster.cell_sender import forget_values
 from nbdist.cluster.cluster import Cluster
 from nbdist.cluster.examination.examination import Examination, read_code
 from nbdist.cluster.hosts.launchers.join import how_to_join
@@ -31,6 +32,7 @@ from nbdist.cluster.kernels.cells import Cell
 from nbdist.cluster.output.arranger import say_names
 from nbdist.cluster.output.sinks import current_sink
 from nbdist.cluster.spec import DEFAULT_INVITATION, describe_options
+from nbdist.cluster.undoing import undone_by
 from nbdist.errors import NbdistError, UsageError
 from nbdist.magics.checking import check
 from nbdist.magics.lines import READERS, parse_break, parse_compare, parse_diff, parse_init, parse_value, read
@@ -759,12 +761,8 @@ class DistMagics(Magics):  # type: ignore[misc, unused-ignore]
                 if self._session.run_here(code):
                     raise KeyboardInterrupt  # Stop is meant for the cell on the workers, too
 
-            try:
+            with undone_by(forget_values, cell):  # the user gets no handle, so nobody can fetch the values
                 cell.wait(begin=here)
-            except BaseException:  # also Ctrl-C: whatever ends the wait is raised again
-                if cell.kept is not None:
-                    cell.when_done(cell.kept)  # the user gets no handle, so nobody can fetch the values
-                raise
         if options.out is not None:
             self._shell.user_ns[options.out] = cluster.references(cell, options.targets)
         return cell if options.noblock else None

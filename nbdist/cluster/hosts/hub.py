@@ -31,6 +31,7 @@ from nbdist.channel.secret import Secret
 from nbdist.cluster.hosts import admission
 from nbdist.cluster.hosts.invitations import Invitation, Invitations
 from nbdist.cluster.jupyter.waiting_output import Parcel
+from nbdist.cluster.undoing import undone_by
 from nbdist.errors import ProtocolError, SecurityError, VersionMismatch
 from nbdist.rpc.agent import Agent
 from nbdist.rpc.futures import Future
@@ -120,11 +121,8 @@ class Hub:
         """The hub's own agent, which keepers reach."""
         self.agent.named.publish("hub", self, *self.METHODS)
         self.agent.on_lost(self._lost)
-        try:
+        with undone_by(self.agent.close, "the entrance could not open"):  # the agent and its threads would stay
             self.entrance = Entrance(host, self._shared.curve(ENTRANCE), self._answer, ports)
-        except BaseException:  # Ctrl-C, too: the agent and its threads would stay
-            self.agent.close("the entrance could not open")
-            raise
         place = self.entrance.address.removeprefix("tcp://")
         self._texts.serve_at(place)
         self.meeting = f"nbdist://{place}/members"

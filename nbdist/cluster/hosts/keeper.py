@@ -44,6 +44,7 @@ from nbdist.cluster.processes.launchers.local import LocalLauncher
 from nbdist.cluster.processes.probe import Probe
 from nbdist.cluster.processes.setup import WorkerSetup
 from nbdist.cluster.spec import Spec
+from nbdist.cluster.undoing import undone_by
 from nbdist.errors import RendezvousError, UsageError
 from nbdist.rpc.options import RpcBackendOptions
 from nbdist.rpc.start import start_agent
@@ -123,19 +124,13 @@ class Keeper:
         name = f"keeper{admitted.id}-of-{re.sub('[^A-Za-z0-9_-]', '-', platform.node())}"[:100]
         self._launcher = LocalLauncher(Spec(count=workers), self._on_end)
         folder = self._launcher.folder
-        try:
+        with undone_by(self._launcher.close):  # the zygote would stay
             self._agent = start_agent(name, admitted.id, None, options, present=[admitted.hub], directory=folder)
-        except BaseException:  # Ctrl-C, too: the zygote would stay
-            self._launcher.close()
-            raise
         self._agent.named.publish("keeper", self, *self.METHODS)
         self._hub = self._agent.at(admitted.hub.name, "hub")
         self._agent.on_lost(self._on_lost)
-        try:
+        with undone_by(self.close):  # the agent and the zygote would stay
             self._hub.ask("arrive", admitted.id, self._agent.me.incarnation, self.host, platform.node())
-        except BaseException:  # Ctrl-C, too: the agent and the zygote would stay
-            self.close()
-            raise
 
     def run(self) -> None:
         """Serve the notebook until the cluster ends or the notebook is lost; then end all workers. Sets `why`."""

@@ -211,6 +211,11 @@ class Worker:
                 _log.exception("a cell on %s could not be ended", self.name)
         self.on_change()
 
+    def fail_to_start(self) -> None:
+        """Mark the worker as lost, without a process: none will end, for which `Lifecycle.kill` would wait."""
+        self.lose("could not be started")
+        self.ended.set()
+
     def say_lost(self) -> str:
         """Return how the worker was lost, without its last words, and what to do; for commands that come later."""
         how, _, words = (self.lost or "is not running").partition("\n")

@@ -13,6 +13,7 @@ from nbdist.cluster.hosts.invitations import Invitation
 from nbdist.cluster.hosts.launchers.inviting import InvitingLauncher
 from nbdist.cluster.processes.launchers.contract import OnEnd
 from nbdist.cluster.spec import DEFAULT_INVITATION, VALID_FOR, Spec
+from nbdist.cluster.undoing import undone_by
 
 
 class JoinLauncher(InvitingLauncher):
@@ -22,11 +23,8 @@ class JoinLauncher(InvitingLauncher):
         super().__init__(spec, on_end)
         self._file = Path(spec.invitation or DEFAULT_INVITATION).expanduser().absolute()
         self._first = self.hub.invite(VALID_FOR, spec.count)
-        try:
+        with undone_by(self.close):  # the hub and the zygote would stay
             self._first.write(self._file)
-        except BaseException:  # Ctrl-C, too: the hub and the zygote would stay
-            self.close()
-            raise
 
     def advice(self) -> str:
         """Return how to start the workers that are missing."""

@@ -35,6 +35,7 @@ from nbdist.cluster.hosts.launchers.remote import RemoteLauncher
 from nbdist.cluster.processes.launchers.contract import OnEnd
 from nbdist.cluster.processes.setup import WorkerSetup
 from nbdist.cluster.spec import Spec
+from nbdist.cluster.undoing import undone_by
 from nbdist.errors import ResourceError, UsageError
 
 _ROOM_WITHIN = 30.0  # seconds to wait for Ray to have room for all workers, without the user's timeout
@@ -68,16 +69,10 @@ class RayLauncher(RemoteLauncher):
         self._died: Counter[str] = Counter()
         self._group: Any = None
         self._disconnects = _connect(ray, spec)  # True if this launcher has connected this process to Ray
-        try:
+        with undone_by(self._leave_ray):  # a Ray that was started here would stay
             super().__init__(replace(spec, host=spec.host or address_of_this_node()), on_end)
-        except BaseException:  # Ctrl-C, too: a Ray that was started here would stay
-            self._leave_ray()
-            raise
-        try:
+        with undone_by(self.close):  # Ray would keep the room
             self._reserve(spec)
-        except BaseException:  # Ctrl-C, too: Ray would keep the room
-            self.close()
-            raise
 
     def _reserve(self, spec: Spec) -> None:
         """Reserve room for all workers, or for none. Raises ResourceError if Ray has no room for all in time."""

@@ -23,6 +23,7 @@ from nbdist.cluster.processes.run_directory import make_folder, remove_folder
 from nbdist.cluster.processes.setup import WorkerSetup
 from nbdist.cluster.processes.worker_processes import Processes
 from nbdist.cluster.processes.zygote import frozen_imports
+from nbdist.cluster.undoing import undone_by
 
 if TYPE_CHECKING:
     from nbdist.cluster.processes.group_store import GroupStores
@@ -92,13 +93,10 @@ def _start_zygote(*, by_fork: bool = False, idle: Sequence[str] = ()) -> Process
     require_files(_FILES_NEEDED, "the process that starts workers cannot start")
     folder = make_folder()
     environment = {**_ENVIRONMENT, **_home(folder), **os.environ, **_ZYGOTE_ENVIRONMENT}
-    try:
+    with undone_by(remove_folder, folder):  # no zygote lives that could do it
         return Processes(
             folder, preload=_PRELOAD, idle=idle, fork=_may_fork(), environment=environment, fork_zygote=by_fork
         )
-    except BaseException:
-        remove_folder(folder)  # no zygote lives that could do it
-        raise
 
 
 def _home(folder: Path) -> dict[str, str]:
