@@ -13,36 +13,24 @@ if TYPE_CHECKING:
     from nbdist.cluster.kernels.workers import Worker
 
 
-def complete(
-    cluster: Cluster, worker: Worker, code: str, cursor: int, patience: float
-) -> tuple[list[str], int, int] | None:
-    """Return a worker's completions of ``code`` at ``cursor``, and the start and end of the text that one replaces.
-
-    All three places count characters of ``code``. None if the worker is dead or busy, or needs over ``patience`` s.
-    """
-    content = _ask(cluster, worker, "complete_request", {"code": code, "cursor_pos": cursor}, patience)
-    return None if content is None else (content["matches"], content["cursor_start"], content["cursor_end"])
-
-
-def inspect(
-    cluster: Cluster, worker: Worker, code: str, cursor: int, detail_level: int, patience: float
+def ask_kernel(
+    cluster: Cluster, worker: Worker, kind: str, code: str, cursor: int, patience: float, **more: Any
 ) -> dict[str, Any] | None:
-    """Return the content of a worker's `inspect_reply` for the name at ``cursor``, what Shift-Tab shows, or None."""
-    asked = {"code": code, "cursor_pos": cursor, "detail_level": detail_level}
-    return _ask(cluster, worker, "inspect_request", asked, patience)
+    """Return the content of a worker's reply to a request about ``code`` at ``cursor``, which counts characters.
 
-
-def _ask(cluster: Cluster, worker: Worker, kind: str, asked: dict[str, Any], patience: float) -> dict[str, Any] | None:
+    ``kind`` is ``complete_request`` or ``inspect_request``; ``more`` are further fields of the request. None if the
+    worker is dead or busy, or needs over ``patience`` s.
+    """
     if not worker.alive or worker.cells:  # its kernel would answer only after its cells
         return None
 
     async def ask() -> Message:
         assert worker.kernel is not None
-        return await asyncio.wait_for(worker.kernel.ask(kind, asked), patience)
+        asked = worker.kernel.ask(kind, {"code": code, "cursor_pos": cursor, **more})
+        return await asyncio.wait_for(asked, patience)
 
     try:
-        answer = cluster.kernel_thread.run(ask()).result()
+        content: dict[str, Any] = cluster.kernel_thread.run(ask()).result()["content"]
     except (TimeoutError, NbdistError):
         return None
-    content: dict[str, Any] = answer["content"]
     return content

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
-from nbdist.cluster import asking
+from nbdist.cluster.asking import ask_kernel
 from nbdist.cluster.cluster import Cluster
 from nbdist.cluster.examination.imported_files import noted
 from nbdist.cluster.jupyter.versions import Completions
@@ -83,9 +83,10 @@ def _remote_code(place: RemoteCode) -> Completions:
     if worker is None or Cluster.current is None:
         return Completions()
     code, cursor = place.code, place.cursor
-    if (found := asking.complete(Cluster.current, worker, code, cursor, ANSWER_TIMEOUT)) is not None:
-        matches, start, end = found
-        fragment = code[start:cursor] if end >= cursor else ""
+    found = ask_kernel(Cluster.current, worker, "complete_request", code, cursor, ANSWER_TIMEOUT)
+    if found is not None:
+        matches = found["matches"]
+        fragment = code[found["cursor_start"] : cursor] if found["cursor_end"] >= cursor else ""
     else:
         # The worker is busy or silent: complete the names that it sent after its last cell.
         fragment = _NAME.search(code[:cursor])[0]  # type: ignore[index]
