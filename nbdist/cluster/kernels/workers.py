@@ -65,33 +65,36 @@ class Worker:
         self.id = id
         self.device = device
         self.gpu = gpu
-        self.pid: int | None = None  # on the worker's host; None before it is known
         self.host = ""  # the name of the worker's host; empty for this one
-        self.incarnation: int | None = None  # of its agent; None before the agent has joined the RPC world
         self.kernel: Kernel | None = None
-        self.step = "starting"  # the last one that the worker has reached
-        self.lost: str | None = None
-        """The way in which the worker was lost, in words that follow its name; None while it is not lost."""
-        self._let_go = False  # True once `lose` has run; `exit` may have set `lost` before
-        self.ended = threading.Event()
-        self.ended.set()  # until `prepare`, there is no process
-        self.exited = threading.Event()
         self.cells: list[Cell] = []
         """The cells that the worker has been sent and has not ended, in that order: the first one runs."""
         self.on_change: Callable[[], object] = lambda: None
         """Called when a cell has ended here, when the worker has joined the RPC world, and when it is lost."""
+        # Takes the events of the worker's debugger while a page debugs the worker.
+        self.on_debug_event: Callable[[dict[str, Any]], object] | None = None
+        self.lives = 0  # how many times the worker was started
+        self.print_log: PrintLog | None = None  # of all lives of the worker
+        self._begin_life()
+        self.ended.set()  # until `prepare`, there is no process
+
+    def _begin_life(self) -> None:
+        self.pid: int | None = None  # on the worker's host; None before it is known
+        self.incarnation: int | None = None  # of its agent; None before the agent has joined the RPC world
+        self.step = "starting"  # the last one that the worker has reached
+        self.ended = threading.Event()
+        self.exited = threading.Event()
         self.names: list[str] = []  # the user's variables after the last cell, for completion
         self.code: object = None  # what `code_in_use` returned then
         # By process group, the collectives that it had called at the end of its last cell with any.
         self.histories: Sequence[GroupHistory] = ()
         # Where the worker was, each time that somebody looked while its cell was silent.
         self.sightings: deque[Sighting] = deque(maxlen=KEPT)
-        # Takes the events of the worker's debugger while a page debugs the worker.
-        self.on_debug_event: Callable[[dict[str, Any]], object] | None = None
         self.stderr = Tail(_LAST_LINES, _LONGEST_LINE)  # of the present cell
         self.log = Tail(_LAST_LINES, _LONGEST_LINE)  # of all cells and calls, of both streams
-        self.lives = 0  # how many times the worker was started
-        self.print_log: PrintLog | None = None  # of all lives of the worker
+        self._let_go = False  # True once `lose` has run; `exit` may have set `lost` before
+        self.lost: str | None = None
+        """The way in which the worker was lost, in words that follow its name; None while it is not lost."""
 
     def __repr__(self) -> str:
         return f"<Worker {self.name}: {self.state}>"
@@ -135,15 +138,7 @@ class Worker:
         self.connection_file(folder).touch(mode=0o600)  # before the key is written into it
         self.connection_file(folder).write_text(json.dumps(connection))
         self.kernel = Kernel(thread, connection, lambda channel, message: listener(self, channel, message))
-        self.ended = threading.Event()
-        self.exited = threading.Event()
-        self.lost, self.pid, self.incarnation, self.step = None, None, None, "starting"
-        self._let_go = False
-        self.stderr.clear()
-        self.log.clear()
-        self.names = []
-        self.histories = ()
-        self.sightings.clear()
+        self._begin_life()
 
     def call(self, function: str) -> Coroutine[Any, Any, None]:
         """Call a function of `nbdist.cluster.worker.kernel`, such as ``"join()"``, in the worker's main thread."""
