@@ -65,13 +65,8 @@ class InvitingLauncher(RemoteLauncher):
         """Return whether the worker of a rank must run at a keeper for which `_is_invited` is True."""
         return True
 
-    def _keeper_for(self, setup: WorkerSetup) -> KeeperMember | None:
-        """Return a worker's keeper: the one that it had, else the first of the right kind with room; else None."""
-        with self.hub.lock:
-            needs = self._needs_invited(setup.rank)
-            members = [member for member in self.hub.members if self._is_invited(member) == needs]
-        had = [member for member in members if setup.name in member.workers]
-        return next(iter([*had, *(member for member in members if len(member.workers) < member.room)]), None)
+    def _suits(self, member: KeeperMember, setup: WorkerSetup) -> bool:
+        return self._is_invited(member) == self._needs_invited(setup.rank)
 
     def expect(self, names: Sequence[str]) -> None:
         """Let the next starts of these new workers fail if no keeper has room at once, or if their keeper is lost."""
@@ -111,10 +106,9 @@ class InvitingLauncher(RemoteLauncher):
         future = super().start(setup, environment)
         with self._lock:
             # `super().start` leaves it in `wanted` if no keeper has room.
-            has_no_place = not self._may_wait(setup.name) and self.wanted.pop(setup.name, None) is not None
-        if has_no_place:
-            future.set_running_or_notify_cancel()
-            future.set_exception(WorkerLost(f"{setup.name} has lost its place: the process that came for it has ended"))
+            if not self._may_wait(setup.name) and (start := self.wanted.get(setup.name)) is not None:
+                error = WorkerLost(f"{setup.name} has lost its place: the process that came for it has ended")
+                self._refuse(start, error)
         return future
 
     def _may_wait(self, name: str) -> bool:

@@ -73,19 +73,13 @@ class OpenLocalLauncher(InvitingLauncher):
         with self._lock:
             if self.is_closing or token in self.hub.came:
                 return  # the hub notices the end of a keeper that has joined
-            starts = [start for start in self.wanted.values() if not self._needs_invited(start.setup.rank)]
-            for start in starts:
-                del self.wanted[start.name]
-                self._has_no_place(start)
-        try:
-            why = said.read_text(errors="replace").strip().rpartition("\n")[2]
-        except OSError:  # the run directory is gone
-            why = "its last words are lost"
-        for start in starts:
-            if start.future.set_running_or_notify_cancel():
-                start.future.set_exception(
-                    ResourceError(f"the process that starts the workers of this host has ended: {why}")
-                )
+            try:
+                why = said.read_text(errors="replace").strip().rpartition("\n")[2]
+            except OSError:  # the run directory is gone
+                why = "its last words are lost"
+            for start in [start for start in self.wanted.values() if not self._needs_invited(start.setup.rank)]:
+                error = ResourceError(f"the process that starts the workers of this host has ended: {why}")
+                self._refuse(start, error)
 
     def _is_invited(self, member: KeeperMember) -> bool:
         return member.token not in self._own

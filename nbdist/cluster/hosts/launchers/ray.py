@@ -94,18 +94,13 @@ class RayLauncher(RemoteLauncher):
             lost = self._lost_head()  # if it is lost, to ask would block, and after 60 s Ray would end us
             for start in starts:
                 if lost:
-                    del self.wanted[start.name]
-                    self._has_no_place(start)
-                else:
-                    self.make_actor(start.setup)
-        for start in starts:
-            if lost and start.future.set_running_or_notify_cancel():
-                start.future.set_exception(
-                    ResourceError(
+                    error = ResourceError(
                         f"Ray cannot start {start.name}: {lost}. End this cluster now, %dist_shutdown: Ray ends the "
                         "processes that stay connected to it. Then start another cluster"
                     )
-                )
+                    self._refuse(start, error)
+                else:
+                    self.make_actor(start.setup)
 
     def _lost_head(self) -> str:
         """Return why Ray's head, the process that keeps Ray's tables, cannot be reached; "" if it can be."""
@@ -159,16 +154,13 @@ class RayLauncher(RemoteLauncher):
             # Ray takes half a minute to notice that a node is frozen or cut off, and still places actors there, which
             # die when Ray notices. So an actor that has died is replaced.
             again = died and self._died[name] < _ACTORS_TRIED and name in self.wanted
-            start = None if again else self.wanted.pop(name, None)
             if not again:
                 self._died.pop(name, None)  # the next restart may try as often
-            if start is not None:
-                self._has_no_place(start)
+                if (start := self.wanted.get(name)) is not None:
+                    self._refuse(start, ResourceError(f"Ray has not started {name}: {why}. Restart it to try again"))
         self._kill(placed)
         if again:
             self._provide()
-        elif start is not None and start.future.set_running_or_notify_cancel():
-            start.future.set_exception(ResourceError(f"Ray has not started {name}: {why}. Restart it to try again"))
 
     def _kill(self, placed: _Placed) -> None:
         # Also frees the actor's place.

@@ -66,6 +66,12 @@ class _Start:
         # The exit code of the process, or a text, if the keeper reported its end before its start; else None.
         self.how: int | str | None = None
 
+    def fail(self, error: BaseException) -> bool:
+        """Fail the start's future; return False if the start was given up."""
+        if is_wanted := self.future.set_running_or_notify_cancel():
+            self.future.set_exception(error)
+        return is_wanted
+
 
 class RemoteLauncher:
     """The common part of launchers for other hosts. See `Launcher` for its methods."""
@@ -171,6 +177,12 @@ class RemoteLauncher:
         self._missed.add(start.name)
         self._restore_master(start)
 
+    def _refuse(self, start: _Start, error: BaseException) -> None:
+        """End a start with an error, because no keeper will come for it. The caller holds the lock."""
+        del self.wanted[start.name]
+        self._has_no_place(start)
+        start.fail(error)
+
     def _restore_master(self, start: _Start) -> None:
         with self._lock:
             if start.setup.rank == 0 and self._master is None:
@@ -269,9 +281,13 @@ class RemoteLauncher:
     def _keeper_for(self, setup: WorkerSetup) -> KeeperMember | None:
         """Return a worker's keeper: the one that it had, else the first with room; None if no keeper has room."""
         with self.hub.lock:
-            had = [member for member in self.hub.members if setup.name in member.workers]
-            free = [member for member in self.hub.members if len(member.workers) < member.room]
-        return next(iter([*had, *free]), None)
+            members = [member for member in self.hub.members if self._suits(member, setup)]
+        had = [member for member in members if setup.name in member.workers]
+        return next(iter([*had, *(member for member in members if len(member.workers) < member.room)]), None)
+
+    def _suits(self, member: KeeperMember, setup: WorkerSetup) -> bool:
+        """Return whether a keeper may have this worker, if it has room."""
+        return True
 
     def _start_on(self, member: KeeperMember, start: _Start) -> None:
         """Let a keeper start a worker, and settle the start's future. Runs in a thread of its own, because it waits."""
@@ -306,9 +322,7 @@ class RemoteLauncher:
             if not is_lost:  # the worker's process may run, or may still start
                 with contextlib.suppress(NbdistError):
                     self.hub.call(member, "signal", name, signal.SIGKILL)
-            if start.future.set_running_or_notify_cancel():
-                start.future.set_exception(error)
-            elif was_mine or start.how is not None:  # else `_lose` calls `_on_end`
+            if not start.fail(error) and (was_mine or start.how is not None):  # else `_lose` calls `_on_end`
                 self._on_end(name, GIVEN_UP)
             self._place()
             return
