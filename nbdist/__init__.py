@@ -157,8 +157,7 @@ ROOMS: dict[str, str] = {
     "cluster": (
         "group_history undoing spec jupyter targets spawning processes output errors kernels examination lifecycle "
         "team stands whereabouts held_locks partings hosts deaths growing launching worker_changes mending "
-        "worker stops collation lookout executor interrupting cell_sender cell_values page_debugger cluster asking "
-        "inspection"
+        "worker stops collation lookout executor interrupting cell_sender cell_values page_debugger cluster inspection"
     ),
     "views": "drawing shown tables cards map passes references timeline workers values widgets displays",
     "magics": "checking reader lines overview place completion inspection reruns session dist_magics",

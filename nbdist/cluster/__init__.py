@@ -17,7 +17,6 @@ mending        requests of workers that concern their process group
 undoing        undoes what was begun if the code that follows fails
 spawning       says what to write in place of ``torch.multiprocessing.spawn``
 executor       calls functions on the first free worker, as an executor of `concurrent.futures` does
-asking         completion and inspection of code in a cell for workers
 stands         where the workers of a cell stand, in words
 whereabouts    where a thread is in the user's code
 held_locks     which lock a thread waits for, and who holds it

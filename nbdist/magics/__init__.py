@@ -7,7 +7,7 @@
 `checking`     checks a cell for workers before it is sent
 `session`      the state of one shell, and the functions that run with every cell
 `reruns`       a cell that is run again while its earlier run is still running
-`place`        finds the code for workers in a cell's text
+`place`        finds the code for workers in a cell's text, and asks about it
 `completion`   completes code for workers (Tab)
 `inspection`   shows help on a name in code for workers (Shift-Tab)
 =============  ====================================================================

@@ -10,16 +10,12 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
-from nbdist.cluster.asking import ask_kernel
 from nbdist.cluster.cluster import Cluster
 from nbdist.cluster.examination.imported_files import noted
 from nbdist.cluster.jupyter.versions import Completions
 from nbdist.cluster.spec import OPTIONS
 from nbdist.magics.lines import READERS
 from nbdist.magics.place import RemoteCode, find_remote_code
-
-ANSWER_TIMEOUT = 0.2
-"""Seconds for which completion and inspection wait for a worker's kernel."""
 
 _VALUES = {each.flags[-1].removeprefix("--"): each.known_values for each in OPTIONS.values() if each.known_values}
 _VALUE = re.compile(rf".*\s--({'|'.join(_VALUES)})[ =]\s*[\w.-]*")
@@ -79,12 +75,10 @@ def _words(before: str, words: Iterable[str], *, alone: bool = True) -> Completi
 
 
 def _remote_code(place: RemoteCode) -> Completions:
-    worker = place.first_target()
-    if worker is None or Cluster.current is None:
+    if (worker := place.first_target()) is None:
         return Completions()
     code, cursor = place.code, place.cursor
-    found = ask_kernel(Cluster.current, worker, "complete_request", code, cursor, ANSWER_TIMEOUT)
-    if found is not None:
+    if (found := place.ask(worker, "complete_request")) is not None:
         matches = found["matches"]
         fragment = code[found["cursor_start"] : cursor] if found["cursor_end"] >= cursor else ""
     else:

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from nbdist.cluster.asking import ask_kernel
-from nbdist.cluster.cluster import Cluster
-from nbdist.magics import completion
 from nbdist.magics.place import find_remote_code
 
 
@@ -21,12 +18,9 @@ def inspect_on_workers(kernel: Any) -> None:
         """Return the reply to an inspect request, from the first target worker if the code is for workers."""
         place = find_remote_code(code, cursor_pos)
         worker = place.first_target() if place is not None else None
-        if place is None or worker is None or Cluster.current is None:
+        if place is None or worker is None:
             return plain(code, cursor_pos, detail_level, omit_sections)
-        asked = worker, "inspect_request", place.code, place.cursor
-        patience = completion.ANSWER_TIMEOUT  # the notebook's kernel answers nothing else meanwhile
-        found = ask_kernel(Cluster.current, *asked, patience, detail_level=detail_level)
-        if found is not None:
+        if (found := place.ask(worker, "inspect_request", detail_level=detail_level)) is not None:
             return found
         text = f"{worker.name} is busy and cannot say what this is; ask again when its cell has ended."
         return {"status": "ok", "found": True, "data": {"text/plain": text}, "metadata": {}}

@@ -1,14 +1,19 @@
-"""Finds the code for workers in a cell's text, for completion (Tab) and inspection (Shift-Tab). Runs nothing."""
+"""Finds the code for workers in a cell's text, and asks a worker about it, for Tab and Shift-Tab. Runs nothing."""
 
 from __future__ import annotations
 
+import asyncio
 import re
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from nbdist.cluster.cluster import Cluster
+from nbdist.cluster.jupyter.kernel_connection import Message
 from nbdist.cluster.kernels.workers import Worker
 from nbdist.errors import NbdistError
 from nbdist.magics.lines import read
+
+ANSWER_TIMEOUT = 0.2
+"""Seconds for which completion and inspection wait for a worker's kernel: the notebook's answers nothing meanwhile."""
 
 _FIRST_LINE = re.compile(r"\s*%%(?:remote|distributed|rank)\b([^\n]*)")
 _VALUE = re.compile(r"\s*%remote\s+(?:(?:-t|--timeout)[ =]\s*\S+\s+)?(\[[^\]]*\]|[^\s\[]+)\s+")
@@ -32,6 +37,25 @@ class RemoteCode(NamedTuple):
             return cluster.select(read("%%remote", self.line).targets)[0]
         except NbdistError:
             return None
+
+    def ask(self, worker: Worker, kind: str, **more: Any) -> dict[str, Any] | None:
+        """Return the content of a worker's reply about the cursor: ``kind`` is the request, ``more`` its other fields.
+
+        None if the worker is dead or busy, or does not answer in time.
+        """
+        if Cluster.current is None or not worker.alive or worker.cells:  # its kernel would answer only after its cells
+            return None
+
+        async def ask() -> Message:
+            assert worker.kernel is not None
+            asked = worker.kernel.ask(kind, {"code": self.code, "cursor_pos": self.cursor, **more})
+            return await asyncio.wait_for(asked, ANSWER_TIMEOUT)
+
+        try:
+            content: dict[str, Any] = Cluster.current.kernel_thread.run(ask()).result()["content"]
+        except (TimeoutError, NbdistError):
+            return None
+        return content
 
 
 def find_remote_code(text: str, cursor: int) -> RemoteCode | None:

@@ -17,7 +17,7 @@ from nbdist.magics.place import find_remote_code
 def notebook():
     with Notebook(load=False) as notebook:
         notebook.loaded = notebook.run("%load_ext nbdist")
-        notebook.run("from nbdist.magics import completion\ncompletion.ANSWER_TIMEOUT = 30")
+        notebook.run("from nbdist.magics import place\nplace.ANSWER_TIMEOUT = 30")
         notebook.run("from nbdist.magics import session\nsession._RESULT_WAITS_FOR_OUTPUT = 30")
         notebook.run("%dist_init -n 2 --backend none -t 60")
         notebook.run("%%remote\nclass Thing:\n    '''What only workers have.'''\nthing = Thing()\n")

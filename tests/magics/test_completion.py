@@ -19,7 +19,7 @@ def notebook():
     with Notebook() as notebook:
         notebook.run("import os\nmine_here = 0")
         # What a kernel may take on a machine that has other things to do is not what is tested here.
-        notebook.run("from nbdist.magics import completion\ncompletion.ANSWER_TIMEOUT = 30")
+        notebook.run("from nbdist.magics import place\nplace.ANSWER_TIMEOUT = 30")
         notebook.run("%dist_init -n 2 --backend none")
         notebook.run("%%remote 0\nmine_on_0 = 0")
         notebook.run(
