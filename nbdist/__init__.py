@@ -156,7 +156,7 @@ ROOMS: dict[str, str] = {
     ),
     "cluster": (
         "group_history undoing spec jupyter targets spawning processes output errors kernels examination lifecycle "
-        "team stands whereabouts held_locks partings hosts deaths growing launching worker_changes mending "
+        "team stands whereabouts held_locks partings hosts deaths launching worker_changes mending "
         "worker stops collation lookout executor interrupting cell_sender cell_values page_debugger cluster inspection"
     ),
     "views": "drawing shown tables cards map passes references timeline workers values widgets displays",

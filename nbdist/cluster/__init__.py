@@ -8,7 +8,7 @@ team           the workers, by rank, name and target
 cell_sender    sends cells to workers, and sees them to their end
 cell_values    moves values between the notebook and the workers' variables
 interrupting   every interrupt, whatever caused it
-worker_changes restarts workers, lets others join, forms their process group anew; `growing` adds workers
+worker_changes restarts workers, lets others join, forms their process group anew
 lifecycle      starts, restarts and ends the workers, and forms their process group
 deaths         brings together what the launcher and the agent know of a worker's end
 spec           the description of a cluster and its options, which checks itself; `targets` parses ``0,2``

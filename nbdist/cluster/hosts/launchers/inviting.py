@@ -5,7 +5,7 @@ its room for the first row of this table that applies::
 
     a worker that a start of the cluster or a restart waits for     `RemoteLauncher._place` starts it at once
     a worker that has lost its keeper: an open place                the keeper waits until a restart starts the worker
-    a new worker                                                    `nbdist.cluster.growing` adds `spare` of them
+    a new worker                                                    `WorkerChanges` adds `spare` of them
 
 A worker whose process has ended keeps its place at its keeper: its place is not open.
 """
