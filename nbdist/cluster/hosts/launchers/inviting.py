@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 
 from nbdist.cluster.hosts.hub import KeeperMember
@@ -30,10 +30,7 @@ class InvitingLauncher(RemoteLauncher):
     """The common part of launchers with invitations. See `Launcher` for its other methods."""
 
     def __init__(self, spec: Spec, on_end: OnEnd) -> None:
-        self.on_arrival: Callable[[], object] = lambda: None
-        """Called when a keeper has joined, after it got the workers that waited for a keeper. Must be quick."""
         self._ranks: dict[str, int] = {}  # of each worker that was ever started or waited for a keeper, by its name
-        self._joining: set[str] = set()  # new workers that are starting, and do not belong to the running cluster yet
         super().__init__(spec, on_end)
 
     # -- growing ------------------------------------------------------------------------------
@@ -106,15 +103,7 @@ class InvitingLauncher(RemoteLauncher):
         future = super().start(setup, environment)
         with self._lock:
             # `super().start` leaves it in `wanted` if no keeper has room.
-            if not self._may_wait(setup.name) and (start := self.wanted.get(setup.name)) is not None:
+            if setup.name in self._joining and (start := self.wanted.get(setup.name)) is not None:
                 error = WorkerLost(f"{setup.name} has lost its place: the process that came for it has ended")
                 self._refuse(start, error)
         return future
-
-    def _may_wait(self, name: str) -> bool:
-        """Return whether a worker may wait for another keeper: False for a new worker that `expect` has named."""
-        return name not in self._joining
-
-    def _on_arrival(self) -> None:
-        super()._on_arrival()
-        self.on_arrival()

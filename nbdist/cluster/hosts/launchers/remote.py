@@ -25,7 +25,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -90,6 +90,10 @@ class RemoteLauncher:
         self._lock = threading.RLock()  # taken before the hub's lock, never after it
         self.wanted: dict[str, _Start] = {}  # the starts that have no keeper, by the worker's name
         self._missed: set[str] = set()  # the workers whose last start was given up before a keeper had room
+        # New workers that start to join a running cluster: they do not wait for another keeper if their own is lost.
+        self._joining: set[str] = set()
+        self.on_arrival: Callable[[], object] = lambda: None
+        """Called when a keeper has joined, after it got the workers that waited for a keeper. Must be quick."""
         # The starts that have a keeper, and whose process runs or may still start, by the worker's name.
         self.placed: dict[str, _Start] = {}
         self._relays: dict[str, Relay] = {}
@@ -98,8 +102,8 @@ class RemoteLauncher:
         self._master: tuple[str, int] | None = None
         # `_master` before rank 0 was restarted; used again if rank 0 starts on the same host.
         self._last_master: tuple[str, int] | None = None
-        # By incarnation of a keeper: done when it has imported the modules to preload.
-        self._prepared: dict[int, Future[None]] = {}
+        # By incarnation of a keeper: its answer once it has imported the modules to preload.
+        self._prepared: dict[int, RpcFuture[Any]] = {}
         # By incarnation of a keeper: the digest of the Python files that it got last, and the lock to send them.
         self._codes: dict[int, bytes] = {}
         self._sending_code: dict[int, threading.Lock] = {}
@@ -191,10 +195,7 @@ class RemoteLauncher:
     def _on_arrival(self) -> None:
         """Start workers that wait for a keeper, because one has joined. Must be quick."""
         self._place()
-
-    def _may_wait(self, name: str) -> bool:
-        """Return whether a worker may wait for another keeper if its own is lost before the worker has started."""
-        return True
+        self.on_arrival()
 
     def _provide(self) -> None:
         """Start keepers for the workers in `wanted`. Does nothing here: a person starts keepers, or a subclass."""
@@ -315,7 +316,7 @@ class RemoteLauncher:
         except BaseException as error:  # the keeper's, RPC's, those of packing code: a caller waits for the future
             is_lost = isinstance(error, WorkerLost) and self.hub.has_lost(member)
             was_mine = self._take_out(start)
-            if was_mine and is_lost and self._may_wait(name) and not start.future.cancelled():
+            if was_mine and is_lost and name not in self._joining and not start.future.cancelled():
                 self._want(start)  # another keeper may have room
                 return
             self._restore_master(start)
@@ -388,18 +389,14 @@ class RemoteLauncher:
 
     def _prepare(self, member: KeeperMember) -> None:
         """Let a keeper import the modules to preload, once."""
+        if not self._modules:
+            return
+        incarnation = member.record.incarnation
         with self._lock:
-            first = member.record.incarnation not in self._prepared
-            done = self._prepared.setdefault(member.record.incarnation, Future())
-        if first:
-            try:
-                if self._modules:
-                    self.hub.call(member, "preload", self._modules, timeout=_STARTS_WITHIN).wait()
-            except BaseException as error:  # whatever it is: other starts wait for `done`
-                done.set_exception(error)
-            else:
-                done.set_result(None)
-        done.result()
+            if (asked := self._prepared.get(incarnation)) is None:
+                asked = self.hub.call(member, "preload", self._modules, timeout=_STARTS_WITHIN)
+                self._prepared[incarnation] = asked
+        asked.wait()
 
     # -- reports of keepers -------------------------------------------------------------------
 
