@@ -127,26 +127,24 @@ class Interrupts:
 
     def _stop_next(self, part: CellPart) -> None:
         """Stop a cell that its worker will run next, and whose beginning has not been reported. Returns at once."""
-        signalled = False
 
         def signal_anyway() -> None:
-            nonlocal signalled
             # The cell has begun but holds the GIL, so that the kernel cannot report it; or the worker handles another
             # request, such as a widget's, and skips the cell afterwards.
             if part.began is None:
-                signalled = True
+                part.signalled = True
                 self._signal(part)
 
-        self._call_off(part, lambda: not signalled)  # a second signal could hit what the cell does to clean up
+        self._call_off(part)
         asyncio.get_running_loop().call_later(_SIGNAL_ANYWAY_AFTER, signal_anyway)
 
-    def _call_off(self, part: CellPart, may_signal: Callable[[], bool] = lambda: True) -> Future[Any] | None:
+    def _call_off(self, part: CellPart) -> Future[Any] | None:
         """Tell the worker of a cell's part to skip the cell, which has not begun there; None if the worker is gone."""
         loop = asyncio.get_running_loop()
 
         def begun() -> None:
             # The worker ends the cell now. An earlier signal could hit the cell before; this one comes if it runs on.
-            if may_signal():
+            if not part.signalled:  # a second signal could hit what the cell does to clean up
                 loop.call_later(_SKIP_CONFIRMED_WITHIN, self._signal, part)
 
         # If the cell begins all the same.

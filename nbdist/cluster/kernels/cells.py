@@ -88,6 +88,7 @@ class CellPart:
     reply: Mapping[str, Any] | None = None  # the content of the kernel's ``execute_reply``
     error: WorkerError | None = None
     done: bool = False
+    signalled: bool = False  # True once an interrupt has signalled the worker although the cell had not begun
     # A line for the traceback: an interrupt has broken this worker's process group; "" if it has not.
     note: str = ""
     # The number of interrupts that break a collective off on the worker now. The cell ends there after them.
