@@ -40,9 +40,6 @@ from nbdist.errors import NbdistError, WorkerLost
 STEPS = ("process", "kernel", "rpc", "process group")
 """The steps of a worker that starts, in their order; after the last one it is ready."""
 
-CALL_EXTENSION = "__import__('nbdist.cluster.worker.kernel', fromlist=['_']).{}"
-"""Code that calls a function of `nbdist.cluster.worker.kernel` and leaves no name in the user's namespace."""
-
 _log = logging.getLogger("nbdist.cluster")
 _LAST_LINES = 5
 _LONGEST_LINE = 2000  # characters that are kept of each of the last lines
@@ -141,9 +138,10 @@ class Worker:
         self._begin_life()
 
     def call(self, function: str) -> Coroutine[Any, Any, None]:
-        """Call a function of `nbdist.cluster.worker.kernel`, such as ``"join()"``, in the worker's main thread."""
+        """Call a method of the worker's `WorkerKernel`, such as ``"join()"``, in its main thread."""
         assert self.kernel is not None
-        code = CALL_EXTENSION.format(function)
+        # Leaves no name in the user's namespace.
+        code = f"__import__('nbdist.cluster.worker.kernel', fromlist=['_']).here().{function}"
         options = {"silent": True, "store_history": False, "allow_stdin": False, "user_expressions": {}}
         # Asked now, and not when the coroutine first runs: cells that are sent meanwhile come after it.
         # Raises StartError if the function fails; WorkerLost if this worker dies, or another one that it needs.

@@ -55,10 +55,11 @@ def setup() -> WorkerSetup:
 
     Raises UsageError in a process that is no worker of a cluster.
     """
-    return _here().setup
+    return here().setup
 
 
-def _here() -> WorkerKernel:
+def here() -> WorkerKernel:
+    """Return the worker that this process is. Raises UsageError in a process that is no worker of a cluster."""
     if _worker is None:
         raise UsageError("this process is not a worker of a cluster: call this on a worker, as in a cell with %%remote")
     return _worker
@@ -169,17 +170,7 @@ def _write_where_asked(told: WorkerSetup) -> None:
 
 def load_ipython_extension(shell: InteractiveShell) -> None:
     """Turn a starting kernel into a worker. ``--ext`` names this module, so the kernel calls this before it serves."""
-    _here().prepare(shell)
-
-
-def join() -> None:
-    """Start the RPC agent and join the RPC world: see `WorkerKernel.join`."""
-    _here().join()
-
-
-def group(generation: int, world_size: int) -> None:
-    """Form the process group: see `WorkerKernel.group`."""
-    _here().group(generation, world_size)
+    here().prepare(shell)
 
 
 class WorkerKernel:
