@@ -20,7 +20,6 @@ import asyncio
 import contextlib
 import logging
 import signal
-import socket
 import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
@@ -31,7 +30,7 @@ from nbdist.cluster.jupyter.kernel_connection import KernelThread, Message
 from nbdist.cluster.kernels.workers import StartError, Worker, first_error, require_alive
 from nbdist.cluster.processes.generations import Generations
 from nbdist.cluster.processes.launchers.contract import GIVEN_UP, Launcher, StartedWorker
-from nbdist.cluster.processes.setup import WorkerSetup
+from nbdist.cluster.processes.setup import WorkerSetup, free_port
 from nbdist.cluster.spec import Spec
 from nbdist.cluster.undoing import undone_by
 from nbdist.errors import NbdistError
@@ -93,7 +92,7 @@ class Lifecycle:
             self.generations = Generations(self.launcher.group_stores)
             # The imports that the first workers wait for; None once they are done, or if there are none.
             self._preloading = self.launcher.preload(spec.preload) if spec.preload else None
-            self._master_port = _free_port()
+            self._master_port = free_port()
 
     # -- up -----------------------------------------------------------------------------------
 
@@ -493,13 +492,6 @@ class Lifecycle:
             # The error of a start that was given up says it; the agent never knew a process without an incarnation.
             if how != GIVEN_UP and worker.incarnation is not None:
                 self._ended(worker, why)
-
-
-def _free_port() -> int:
-    # Another process may take it before the user's code does.
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def _for_worker(rpc: Mapping[str, Any], name: str) -> dict[str, Any]:

@@ -42,7 +42,7 @@ from nbdist.cluster.jupyter.waiting_output import Parcel
 from nbdist.cluster.processes.launchers.contract import StartedWorker
 from nbdist.cluster.processes.launchers.local import LocalLauncher
 from nbdist.cluster.processes.probe import Probe
-from nbdist.cluster.processes.setup import WorkerSetup
+from nbdist.cluster.processes.setup import WorkerSetup, free_port
 from nbdist.cluster.spec import Spec
 from nbdist.cluster.undoing import undone_by
 from nbdist.errors import RendezvousError, UsageError
@@ -258,10 +258,7 @@ class Keeper:
 
     def free_port(self) -> int:
         """Return a port of this host on which nothing listens now."""
-        family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
-        with socket.socket(family) as tried:
-            tried.bind((self.host, 0))
-            return int(tried.getsockname()[1])
+        return free_port(self.host)
 
     def deliver(self, name: str, batch: Sequence[Parcel]) -> None:
         """Pass messages of the notebook on to a worker's kernel; drop them if the worker has ended."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 from collections.abc import Sequence
 from typing import Any
 
@@ -79,6 +80,13 @@ def record_socket(folder: str, name: str) -> str:
 def group_folder(generation: int) -> str:
     """Return the name of the folder, in the run directory, where the workers form the group of this number."""
     return f"group-{generation}"  # a folder for each: no worker reads what an earlier attempt wrote
+
+
+def free_port(host: str = "127.0.0.1") -> int:
+    """Return a port of an address of this host that is free; another process may take it before it is used."""
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        probe.bind((host, 0))
+        return int(probe.getsockname()[1])
 
 
 def choose_backend(gpus: Sequence[object]) -> str:
