@@ -23,7 +23,7 @@ import signal
 import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
-from typing import Any
+from typing import Any, TypeVar
 
 from nbdist.channel.resources import full_disk_in_words
 from nbdist.cluster.jupyter.kernel_connection import KernelThread, Message
@@ -34,6 +34,8 @@ from nbdist.cluster.processes.setup import WorkerSetup, free_port
 from nbdist.cluster.spec import Spec
 from nbdist.cluster.undoing import undone_by
 from nbdist.errors import NbdistError
+
+T = TypeVar("T")
 
 _log = logging.getLogger("nbdist.cluster")
 _NOT_FORMED = "the process group did not form anew: %s; `%%dist_restart -p` tries again"
@@ -216,7 +218,7 @@ class Lifecycle:
     def adopt(self, workers: Sequence[Worker], deadline: float) -> list[str]:
         """Make workers of `bring_in` workers of the cluster, and form the group as `form_group_once_idle` does."""
 
-        async def take_in() -> tuple[list[str], Coroutine[Any, Any, None] | None]:
+        async def take_in() -> list[str]:
             for worker in workers:
                 self._note_reached(worker, "ready")
             self._workers.extend(workers)
@@ -224,9 +226,9 @@ class Lifecycle:
             # A cell for all workers, chosen before the line above, must not run in the new group without the new ones.
             while self.unsent:
                 await asyncio.sleep(_POLL)
-            return await self._begin_if_idle()
+            return await self._form_if_idle()
 
-        return self._await_group(take_in(), deadline)
+        return self._in_time(take_in(), deadline)
 
     @contextlib.contextmanager
     def choosing(self) -> Iterator[object]:
@@ -259,24 +261,16 @@ class Lifecycle:
     def form_group_once_idle(self, deadline: float) -> list[str]:
         """Form the process group anew, now or once all workers are idle; return the names of those that are not."""
         # If all are idle, waits until it has formed; else `after_cell` begins it.
-        return self._await_group(self._begin_if_idle(), deadline)
+        return self._in_time(self._form_if_idle(), deadline)
 
-    async def _begin_if_idle(self) -> tuple[list[str], Coroutine[Any, Any, None] | None]:
-        """Begin to form the next process group if all workers are idle, else note that it is due."""
-        # Cells begin and end in this thread, the kernel thread, and this awaits nothing, so none begins between the
-        # check and the start of the group.
-        if not self.has_group:  # no worker needs to be idle
-            return [], self._begin_group() if self._told_size != len(self._workers) else None
-        busy = [worker.name for worker in self._workers if worker.state != "idle"]
+    async def _form_if_idle(self) -> list[str]:
+        """Form the next process group if all workers are idle, else note that it is due, and return who is not idle."""
+        # Cells begin and end in this thread, the kernel thread, and nothing is awaited between the check and the start
+        # of the group, so none begins meanwhile.
+        busy = [worker.name for worker in self._workers if self.has_group and worker.state != "idle"]
         self._group_is_due = bool(busy)
-        return busy, None if busy else self._begin_group()
-
-    def _await_group(
-        self, beginning: Coroutine[Any, Any, tuple[list[str], Coroutine[Any, Any, None] | None]], deadline: float
-    ) -> list[str]:
-        busy, forming = self._thread.run(beginning).result()
-        if forming is not None:
-            self._in_time(forming, deadline)
+        if not busy and (self.has_group or self._told_size != len(self._workers)):
+            await self._begin_group()
         return busy
 
     def form_group_later(self, generation: int) -> None:
@@ -385,18 +379,19 @@ class Lifecycle:
         worker.on_change()
 
     def _in_time(
-        self, work: Coroutine[Any, Any, None], deadline: float, otherwise: str = "the process group did not form"
-    ) -> None:
+        self, work: Coroutine[Any, Any, T], deadline: float, otherwise: str = "the process group did not form"
+    ) -> T:
         """Run a coroutine in the kernel thread; raise StartError, which names what is late, after ``deadline``."""
 
-        async def limited() -> None:
-            await asyncio.wait_for(work, max(0.0, deadline - time.monotonic()))
+        async def limited() -> T:
+            async with asyncio.timeout(max(0.0, deadline - time.monotonic())):
+                return await work
 
         running = self._thread.run(limited())
         # A worker that finds the disk full can often not even write down why it ends, so this process looks as well.
         try:
             with full_disk_in_words(self.folder, "a worker ended"):
-                running.result()
+                return running.result()
         except KeyboardInterrupt:
             running.cancel()
             raise
