@@ -21,6 +21,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -53,16 +54,19 @@ _NAME = "hub"
 _log = logging.getLogger("nbdist.cluster")
 
 
+@dataclass(eq=False)
 class KeeperMember:
     """A keeper that has joined: its agent, its host, and its workers."""
 
-    def __init__(self, record: Record, token: str, room: int, address: str, host: str) -> None:
-        self.record = record
-        self.token = token  # of the invitation with which it joined
-        self.room = room  # the number of workers that it may have
-        self.address = address  # of its host
-        self.host = host
-        self.workers: set[str] = set()  # ended workers included
+    record: Record
+    token: str  # of the invitation with which it joined
+    room: int  # the number of workers that it may have
+    address: str  # of its host
+    host: str
+    workers: set[str] = field(default_factory=set)  # ended workers included
+    prepared: Future[Any] | None = None  # its answer once it has imported the modules to preload
+    code: bytes = b""  # the digest of the Python files that it got last
+    sending_code: threading.Lock = field(default_factory=threading.Lock)  # held while it gets them
 
 
 class _Coming(NamedTuple):

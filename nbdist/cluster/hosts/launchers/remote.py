@@ -102,11 +102,6 @@ class RemoteLauncher:
         self._master: tuple[str, int] | None = None
         # `_master` before rank 0 was restarted; used again if rank 0 starts on the same host.
         self._last_master: tuple[str, int] | None = None
-        # By incarnation of a keeper: its answer once it has imported the modules to preload.
-        self._prepared: dict[int, RpcFuture[Any]] = {}
-        # By incarnation of a keeper: the digest of the Python files that it got last, and the lock to send them.
-        self._codes: dict[int, bytes] = {}
-        self._sending_code: dict[int, threading.Lock] = {}
         self._packed = -math.inf, b""  # when Python files were last packed, and their archive
         self._packing = threading.Lock()
         self.is_closing = False
@@ -371,14 +366,12 @@ class RemoteLauncher:
         """Send a keeper the Python files of the working directory, unless it has the same files already."""
         if not self.spec.sync_code:
             return
-        with self._lock:
-            sending = self._sending_code.setdefault(member.record.incarnation, threading.Lock())
-        with sending:
+        with member.sending_code:
             packed = self._pack_code(since)
             digest = hashlib.sha256(packed).digest()
-            if self._codes.get(member.record.incarnation) != digest:
+            if member.code != digest:
                 self.hub.call(member, "take_code", packed, timeout=_STARTS_WITHIN).wait()
-                self._codes[member.record.incarnation] = digest
+                member.code = digest
 
     def _pack_code(self, since: float) -> bytes:
         """Return an archive of the Python files of the working directory as they were at a moment after ``since``."""
@@ -391,12 +384,10 @@ class RemoteLauncher:
         """Let a keeper import the modules to preload, once."""
         if not self._modules:
             return
-        incarnation = member.record.incarnation
         with self._lock:
-            if (asked := self._prepared.get(incarnation)) is None:
-                asked = self.hub.call(member, "preload", self._modules, timeout=_STARTS_WITHIN)
-                self._prepared[incarnation] = asked
-        asked.wait()
+            if member.prepared is None:
+                member.prepared = self.hub.call(member, "preload", self._modules, timeout=_STARTS_WITHIN)
+        member.prepared.wait()
 
     # -- reports of keepers -------------------------------------------------------------------
 
