@@ -31,13 +31,11 @@ class Reruns:
             return
         self._runs = {each: left for each, runs in self._runs.items() if (left := [r for r in runs if not r.done])}
         earlier = self._runs.setdefault(id, [])
-        if earlier:
-            for run in earlier:
-                run.move_to(cell.sink)
-            running = {name: None for run in earlier for name in run.running}  # each name once, in order
-            if running and cell.sink.interactive:
-                text = _line_about(list(running), cell)
-                cell.sink.page.publish(stream_text("stderr", text))
+        for run in earlier:
+            run.move_to(cell.sink)
+        running = list(dict.fromkeys(name for run in earlier for name in run.running))
+        if running and cell.sink.interactive:
+            cell.sink.page.publish(stream_text("stderr", _line_about(running, cell)))
         earlier.append(cell)
 
 

@@ -55,14 +55,12 @@ def _python_files(folder: Path) -> Iterator[Path]:
                 f"--sync-code looks into at most {_MOST_FOLDERS:,} folders, and {folder} has more: {_REMEDY}"
             )
         # Only in the folder itself: below it, Python's own modules have other names.
-        shadows = sys.stdlib_module_names if looked_at == 1 else frozenset()
+        shadows = {"__pycache__", *(sys.stdlib_module_names if looked_at == 1 else ())}
         below[:] = sorted(
             name
             for name in below
             if name.isidentifier() and name not in shadows and not Path(here, name, "pyvenv.cfg").exists()
         )
-        if "__pycache__" in below:
-            below.remove("__pycache__")
         for name in sorted(names):
             stem, path = name.removesuffix(".py"), Path(here, name)
             if name != stem and stem.isidentifier() and stem not in shadows and path.is_file():

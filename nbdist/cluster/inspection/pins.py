@@ -110,15 +110,11 @@ def find(objects: Sequence[object], roots: Roots) -> list[list[Pin]]:
 
 def _holders(objects: dict[int, object]) -> Iterator[tuple[object, set[int]]]:
     """Yield each object that refers to some of these, with the ``id`` of those it refers to."""
-    if len(objects) <= _FEW_OBJECTS:
-        around: Iterable[object] = gc.get_referrers(*objects.values())
-    else:
-        around = gc.get_objects()
-    for holder in around:
-        if holder is not objects:
-            inner = {id(each) for each in gc.get_referents(holder) if id(each) in objects}
-            if inner:
-                yield holder, inner
+    is_few = len(objects) <= _FEW_OBJECTS
+    for holder in gc.get_referrers(*objects.values()) if is_few else gc.get_objects():
+        inner = {id(each) for each in gc.get_referents(holder) if id(each) in objects}
+        if inner and holder is not objects:
+            yield holder, inner
 
 
 def told(pins: set[Pin]) -> list[Pin]:

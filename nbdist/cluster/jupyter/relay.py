@@ -135,11 +135,10 @@ class Relay:
 
     def _send_all(self) -> bool:
         """Send the parcels that were delivered; return whether there were any."""
-        moved = False
+        moved = bool(self._to_send)
         while self._to_send:
             channel, frames = self._to_send.popleft()
             sock = self._sockets[channel]
-            moved = True
             with contextlib.suppress(zmq.ZMQError):
                 sock.send_multipart([self._client, *frames] if sock.type == zmq.ROUTER else frames)
         return moved

@@ -105,8 +105,6 @@ def say_names(names: Sequence[str]) -> str:
         >>> say_names(["worker0", "worker1", "worker2", "worker5"])
         'worker0-2,5'
     """
-    if len(names) == 1:
-        return names[0]
     parts = [_NUMBERED.fullmatch(name) for name in names]
     prefixes = {part[1] for part in parts if part}
     if not all(parts) or len(prefixes) != 1:
