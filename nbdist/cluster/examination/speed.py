@@ -112,14 +112,14 @@ def measure_from_here(to: str, part: float = 1.0) -> LinkSpeed:
     agent = current_agent()
     latency = ahead = None
     try:
-        # First once without counting: the receiver may have to import this module, and ZeroMQ to connect.
-        ask_each(agent, _clock, {to: ()}, timeout=ANSWERS_WITHIN).or_raise()
-        trips = round_trips(lambda: agent.ask(to, _clock, timeout=ANSWERS_WITHIN), _ROUND_TRIPS_SECONDS * part)
+        # First once without counting: ZeroMQ may have to connect.
+        ask_each(agent, time.time, {to: ()}, timeout=ANSWERS_WITHIN).or_raise()
+        trips = round_trips(lambda: agent.ask(to, time.time, timeout=ANSWERS_WITHIN), _ROUND_TRIPS_SECONDS * part)
         latency, ahead = trips.latency, trips.ahead
         sent = {size: torch.ones(size, dtype=torch.uint8) for size in _SIZES}
 
         def move(nbytes: int) -> None:
-            agent.ask(to, _take, sent[nbytes], timeout=_MOVES_WITHIN)
+            agent.ask(to, len, sent[nbytes], timeout=_MOVES_WITHIN)
 
         rate = rate_of(move, trips.fastest, _MOVING_SECONDS * part)
     except (NbdistError, RuntimeError) as error:
@@ -131,13 +131,3 @@ def error_in_words(error: BaseException) -> str:
     """Return the class of an error and the first line of its text."""
     said = str(error).strip().partition("\n")[0]
     return f"{type(error).__name__}: {said}" if said else type(error).__name__
-
-
-def _clock() -> float:
-    # Called on the receiver.
-    return time.time()
-
-
-def _take(data: torch.Tensor) -> int:
-    # Called on the receiver; its call has brought the tensor.
-    return data.numel()
