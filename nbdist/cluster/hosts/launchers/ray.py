@@ -169,12 +169,7 @@ class RayLauncher(RemoteLauncher):
 
     def _release(self, member: KeeperMember) -> None:
         """Let Ray end the actor of a keeper that is lost: the actor may still hold its place."""
-        with self._lock:
-            lost = {name: placed for name, placed in self.actors.items() if placed.token == member.token}
-            for name in lost:
-                del self.actors[name]
-        for placed in lost.values():
-            self._kill(placed)
+        self._kill_all(member.token)
 
     def advice(self) -> str:
         """Return a text that tells where to look if workers have not joined; empty if no worker is missing."""
@@ -189,10 +184,12 @@ class RayLauncher(RemoteLauncher):
             steps.callback(self._kill_all)
             return super().close()
 
-    def _kill_all(self) -> None:
+    def _kill_all(self, token: str | None = None) -> None:
+        """Let Ray end all actors, or those whose keepers have this token."""
         with self._lock:
-            actors, self.actors = list(self.actors.values()), {}
-        for placed in actors:
+            gone = {name: placed for name, placed in self.actors.items() if token in (None, placed.token)}
+            self.actors = {name: placed for name, placed in self.actors.items() if name not in gone}
+        for placed in gone.values():
             self._kill(placed)
 
     def _leave_ray(self) -> None:
