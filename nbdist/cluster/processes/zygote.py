@@ -232,11 +232,7 @@ def fork_zygote(setup: Setup, log: int, environment: Mapping[str, str]) -> int:
     code = 1
     try:
         os.setsid()
-        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-        os.dup2(log, 1)
-        os.dup2(log, 2)
-        os.environ.clear()
-        os.environ.update(environment)
+        _redirect(log, environment)
         start = _Zygote(setup).serve()
         code = 0 if start is None else _run_to_the_end(start)
     except BaseException:  # nothing may leave: the frames above are another program's
@@ -246,6 +242,16 @@ def fork_zygote(setup: Setup, log: int, environment: Mapping[str, str]) -> int:
             sys.stdout.flush()
             sys.stderr.flush()
         os._exit(code)  # ends here, too: to return would run that program
+
+
+def _redirect(log: int, environment: Mapping[str, str]) -> None:
+    """Give a forked process what `subprocess` gives a spawned one: an empty standard input, its log and variables."""
+    null = os.open(os.devnull, os.O_RDONLY)
+    for file, standard in ((null, 0), (log, 1), (log, 2)):
+        os.dup2(file, standard)
+    os.close(null)
+    os.environ.clear()
+    os.environ.update(environment)
 
 
 def _run_to_the_end(start: Start) -> int:
@@ -457,16 +463,9 @@ class _Zygote:
         self._workers.clear()
         for other, _ in self._unread.values():
             other.close()
-        # Standard input is empty; output and error go to the log, as `_spawn` arranges it for a spawned worker.
         log = os.open(start.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-        null = os.open(os.devnull, os.O_RDONLY)
-        for file, standard in ((null, 0), (log, 1), (log, 2)):
-            os.dup2(file, standard)
+        _redirect(log, {**start.environment, **self._set})
         os.close(log)
-        os.close(null)
-        os.environ.clear()
-        os.environ.update(start.environment)
-        os.environ.update(self._set)
         start.path += self._added
         _reseed()
 
