@@ -12,7 +12,9 @@ from __future__ import annotations
 import re
 import sys
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from IPython.core.interactiveshell import InteractiveShell
 
 from nbdist.cluster import spawning
 from nbdist.cluster.cluster import Cluster
@@ -30,9 +32,6 @@ from nbdist.magics.completion import complete
 from nbdist.magics.inspection import inspect_on_workers
 from nbdist.magics.reruns import Reruns
 from nbdist.views.workers.memory_rows import Look
-
-if TYPE_CHECKING:
-    from IPython.core.interactiveshell import InteractiveShell
 
 # The most seconds for which a cell's result waits for the output of its calls. A worker may hold the GIL longer.
 _RESULT_WAITS_FOR_OUTPUT = 0.3

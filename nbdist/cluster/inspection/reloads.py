@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
+from nbdist.cluster.cluster import Cluster
 from nbdist.cluster.examination.reloading import reload_module
 from nbdist.cluster.inspection.code_versions import send_code
 from nbdist.cluster.output.arranger import grouped, say_members
 from nbdist.errors import UsageError
-
-if TYPE_CHECKING:
-    from nbdist.cluster.cluster import Cluster
 
 
 def reload_on(cluster: Cluster, module: str, workers: Sequence[str], *, here: bool) -> str:

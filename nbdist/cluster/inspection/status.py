@@ -14,21 +14,19 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from nbdist.amounts import duration
 from nbdist.autograd.api import recorder
+from nbdist.cluster.cluster import Cluster
 from nbdist.cluster.inspection.status_report import StatusReport, make_report
 from nbdist.cluster.jupyter.labels import read_frames
+from nbdist.cluster.kernels.workers import Worker
 from nbdist.cluster.partings import Parting
 from nbdist.cluster.processes.probe import ANSWER_WITHIN, Probe
 from nbdist.code_lines import LINE_SHOWN, users_lines
 from nbdist.errors import NbdistError
 from nbdist.rpc.asking import ask_each
-
-if TYPE_CHECKING:
-    from nbdist.cluster.cluster import Cluster
-    from nbdist.cluster.kernels.workers import Worker
 
 _REPORT_WITHIN = 0.5
 """Seconds to wait for a worker's report."""
