@@ -74,7 +74,7 @@ class WorkerChanges:
         """Let workers join from now on, as the cluster runs; keepers that have come before are used at once."""
         if self._spec.may_grow:
             self._launcher().on_arrival = self._grow_soon
-            self._grow_soon()
+        self._grow_soon()
 
     def close(self) -> None:
         """From now on, let `replace` do nothing: the cluster ends."""
@@ -114,8 +114,7 @@ class WorkerChanges:
             with self.changing:
                 yield
         finally:
-            if self._spec.may_grow:
-                self._grow_soon()  # keepers that came meanwhile
+            self._grow_soon()  # keepers that came meanwhile
 
     def replace(self, name: str, incarnation: int, because: str) -> None:
         """Restart the worker called ``name`` for the reason ``because``, which the errors of its cells then say."""
@@ -168,7 +167,7 @@ class WorkerChanges:
 
     def _grow_soon(self) -> None:
         """Add workers, in a new thread, if keepers have room for new ones. Any thread may call it."""
-        if self._launcher().spare():
+        if self._spec.may_grow and self._launcher().spare():
             threading.Thread(target=self._grow, name="nbdist-growing", daemon=True).start()
 
     def _grow(self) -> None:
