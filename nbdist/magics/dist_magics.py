@@ -27,7 +27,7 @@ from nbdist.cluster.hosts.launchers.join import how_to_join
 from nbdist.cluster.inspection import comparing, freeing, holdings, one_piece, reloads, status, thread_stacks
 from nbdist.cluster.inspection.print_logs import read_logs
 from nbdist.cluster.jupyter import labels
-from nbdist.cluster.jupyter.page_lines import Page, lines_above, moved_down
+from nbdist.cluster.jupyter.page_lines import Page, lines_before, moved_down
 from nbdist.cluster.kernels.cells import Cell
 from nbdist.cluster.output.arranger import say_names
 from nbdist.cluster.output.sinks import current_sink
@@ -749,16 +749,16 @@ class DistMagics(Magics):  # type: ignore[misc, unused-ignore]
         wait = not (options.noblock or options.local)
         # The magic and `execute` have the same names for these options.
         same = {name: getattr(options, name) for name in ("timeout", "group_outputs", "fail_fast", "progress_after")}
-        keep, above = options.out is not None, lines_above(page.text, code) or 0
+        keep, above = options.out is not None, lines_before(page.text, code) or 0
         cell = cluster.execute(code, options.targets, block=wait, keep=keep, above=above, **same)
         if options.noblock:
             self._session.reruns.begin(cell)
         if options.local and options.noblock:
-            self._session.run_here(code)
+            self._session.run_and_show(code)
         elif options.local:
 
             def here() -> None:
-                if self._session.run_here(code):
+                if self._session.run_and_show(code):
                     raise KeyboardInterrupt  # Stop is meant for the cell on the workers, too
 
             with undone_by(forget_values, cell):  # the user gets no handle, so nobody can fetch the values

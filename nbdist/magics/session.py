@@ -98,7 +98,7 @@ class NotebookSession:
         parent = self._shell.get_parent() if hasattr(self._shell, "get_parent") else None
         return Page((parent or {}).get("content", {}).get("code", ""))
 
-    def run_here(self, code: str) -> bool:
+    def run_and_show(self, code: str) -> bool:
         """Run the code of a cell for workers in the notebook, too (``%%remote --local``).
 
         IPython shows an error of the code; it is not raised here. Returns whether it was a KeyboardInterrupt.

@@ -17,7 +17,7 @@ from nbdist.cluster import cell_values
 from nbdist.cluster.cluster import Cluster
 from nbdist.cluster.executor import WorkerExecutor
 from nbdist.cluster.jupyter import jupyter_wire
-from nbdist.cluster.jupyter.kernel_connection import Kernel
+from nbdist.cluster.jupyter.kernel_connection import KernelConnection
 from nbdist.cluster.kernels.workers import Worker, require_alive
 from nbdist.cluster.launching import launcher_of
 from nbdist.cluster.processes import run_directory
@@ -114,7 +114,7 @@ def test_what_is_no_message_of_a_kernel(frames, text):
 def test_a_kernel_that_has_not_started():
     starting = SimpleNamespace(_closed=None, _session="s", _key=KEY, _sockets={})
     with pytest.raises(WorkerLost, match=r"the kernel of the worker has not started yet: try again"):
-        Kernel.send(starting, "kernel_info_request", {})
+        KernelConnection.send(starting, "kernel_info_request", {})
 
 
 def test_a_runtime_directory_that_is_too_long_for_a_cluster(monkeypatch, tmp_path):

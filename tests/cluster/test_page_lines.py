@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from helpers.notebook.frontend import Notebook
 
-from nbdist.cluster.jupyter.page_lines import Page, lines_above
+from nbdist.cluster.jupyter.page_lines import Page, lines_before
 
 
 @pytest.fixture(scope="module")
@@ -101,10 +101,10 @@ def test_code_of_a_program_is_counted_by_itself(notebook):
 
 
 def test_which_code_ends_a_cell():
-    assert lines_above("%%remote\nx\n", "x") == 1
-    assert lines_above("%%remote x", "x") is None
-    assert lines_above("x", "y") is None
-    assert lines_above("x", "") is None
+    assert lines_before("%%remote\nx\n", "x") == 1
+    assert lines_before("%%remote x", "x") is None
+    assert lines_before("x", "y") is None
+    assert lines_before("x", "") is None
     assert Page("%%time\nx", 1).lines_above("\n \nx") is None
     assert Page("%%time\n\n \nx", 1).lines_above("\n \nx") == 4
     assert Page("x").lines_above("x") == 0

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import nbdist.rpc.links
-from nbdist.cluster.jupyter.kernel_connection import Kernel, KernelThread
+from nbdist.cluster.jupyter.kernel_connection import KernelConnection, KernelThread
 from nbdist.errors import RendezvousError
 from nbdist.rpc.core.watching import ALL_WATCH_ALL, EACH_SIDE
 from nbdist.rpc.world.shutdown import _NAMES_SHOWN
@@ -97,7 +97,9 @@ def test_the_notebook_may_have_sockets_to_thousands_of_kernels(tmp_path):
     try:
         names = ("shell", "iopub", "stdin", "control")
         ports = {f"{name}_port": number for number, name in enumerate(names)}
-        kernel = Kernel(thread, {"key": "", "ip": str(tmp_path / "kernel"), **ports}, lambda channel, message: None)
+        kernel = KernelConnection(
+            thread, {"key": "", "ip": str(tmp_path / "kernel"), **ports}, lambda channel, message: None
+        )
         opening = thread.run(kernel.open())
         while thread.context is None:
             assert not opening.done()

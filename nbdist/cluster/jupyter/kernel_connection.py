@@ -2,9 +2,9 @@
 
 ::
 
-    any thread ── KernelThread.soon, run ──> kernel thread ── Kernel.send, ask ──> a worker's kernel
-                                                  │ <───────── Kernel._drain ────── replies, output, requests for input
-                                                  └── `Kernel.ask`'s future, or the listener (`Router.on_message`)
+    any thread ── KernelThread.soon, run ──> kernel thread ── KernelConnection.send, ask ──> a worker's kernel
+                                                  │ <───────── _drain ────── replies, output, requests for input
+                                                  └── the future of `ask`, or the listener (`Router.on_message`)
 
 So progress never depends on the notebook's main thread: output arrives while a cell computes, while it waits, and
 after it has ended.
@@ -101,7 +101,7 @@ class KernelThread:
             self.loop.close()
 
 
-class Kernel:
+class KernelConnection:
     """The connection to one worker's kernel. All methods but the constructor are for the kernel thread.
 
     A reply to `ask` resolves its future. All other messages go to ``listener(channel, message)``, in the kernel thread.

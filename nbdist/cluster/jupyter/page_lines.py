@@ -35,16 +35,16 @@ class Page(NamedTuple):
 
         None if ``text`` does not end with ``code``: then a program made the code.
         """
-        if (found := lines_above(self.text, code)) is None:
+        if (found := lines_before(self.text, code)) is None:
             return None
         return self.above + found + sum(1 for _ in takewhile(lambda line: not line.strip(), code.splitlines()))
 
 
-def lines_above(text: str, code: str) -> int | None:
-    """Return how many lines of ``text`` stand above ``code``; None if the text does not end with the code.
+def lines_before(text: str, code: str) -> int | None:
+    """Return how many lines of ``text`` stand before ``code``; None if the text does not end with the code.
 
     Example:
-        >>> lines_above("%%capture out\\n%%remote 0\\nx = 1", "x = 1")
+        >>> lines_before("%%capture out\\n%%remote 0\\nx = 1", "x = 1")
         2
     """
     text, code = text.rstrip(), code.rstrip()

@@ -3,7 +3,7 @@
 ::
 
     the notebook's host                                              the kernel's host
-    Kernel ── ipc ──> Relay.before_notebook ── carry, deliver ──> Relay.before_kernel ── ipc ──> ipykernel
+    KernelConnection ── ipc ──> Relay.before_notebook ── carry, deliver ──> Relay.before_kernel ── ipc ──> ipykernel
 
 A relay has two threads. One reads and writes its sockets. The other, the *courier*, carries the messages that were read
 to the other relay, one batch at a time, in order. While a batch is on its way, the relay reads more, so a kernel never

@@ -1,4 +1,4 @@
-"""The workers as the notebook sees them, and the cells that run on their kernels.
+"""The notebook's side of cells: the workers as it sees them, and the cells that run on their kernels.
 
 ================  ============================================================
 `output_widgets`  messages of widgets that capture output

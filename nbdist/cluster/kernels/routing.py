@@ -58,7 +58,7 @@ class Router:
                 del self._cells[done]
 
     def on_message(self, worker: Worker, channel: str, message: Message) -> None:
-        """Handle a message of a kernel that is not a reply to `Kernel.ask`."""
+        """Handle a message of a kernel that is not a reply to `KernelConnection.ask`."""
         if channel == "iopub":
             self._on_output(worker, message)
             return

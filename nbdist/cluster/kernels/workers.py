@@ -26,7 +26,7 @@ from typing import Any
 
 from nbdist.cluster.group_history import GroupHistory
 from nbdist.cluster.jupyter import labels
-from nbdist.cluster.jupyter.kernel_connection import Kernel, KernelThread, Message
+from nbdist.cluster.jupyter.kernel_connection import KernelConnection, KernelThread, Message
 from nbdist.cluster.kernels.cells import Cell
 from nbdist.cluster.kernels.crash_reports import lines_that_say_why
 from nbdist.cluster.kernels.sightings import KEPT, Sighting, say_last_seen
@@ -63,7 +63,7 @@ class Worker:
         self.device = device
         self.gpu = gpu
         self.host = ""  # the name of the worker's host; empty for this one
-        self.kernel: Kernel | None = None
+        self.kernel: KernelConnection | None = None
         self.cells: list[Cell] = []
         """The cells that the worker has been sent and has not ended, in that order: the first one runs."""
         self.on_change: Callable[[], object] = lambda: None
@@ -120,7 +120,7 @@ class Worker:
         return folder / f"{self.name}-{self.lives}.json"
 
     def prepare(self, thread: KernelThread, folder: Path, listener: Callable[[Worker, str, Message], None]) -> None:
-        """Get ready for the next start: write a new connection file, make a `Kernel` for it, and reset the state."""
+        """Get ready for the next start: write a new connection file, make a `KernelConnection` for it, and reset the state."""
         self.lives += 1
         connection = {
             "transport": "ipc",
@@ -134,7 +134,7 @@ class Worker:
         self.print_log = self.print_log or PrintLog(folder, self.name)
         self.connection_file(folder).touch(mode=0o600)  # before the key is written into it
         self.connection_file(folder).write_text(json.dumps(connection))
-        self.kernel = Kernel(thread, connection, lambda channel, message: listener(self, channel, message))
+        self.kernel = KernelConnection(thread, connection, lambda channel, message: listener(self, channel, message))
         self._begin_life()
 
     def call(self, function: str) -> Coroutine[Any, Any, None]:

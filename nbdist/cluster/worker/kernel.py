@@ -10,6 +10,7 @@ process group      the notebook           `group`: forms the process group with 
 =================  =====================  =======================================================================
 
 The notebook calls `join` and `group` by silent cells, so that it knows how far each worker is and which step failed.
+Other cells are run by ipykernel itself, with the hooks of `WorkerOutput` around them (`nbdist.cluster.worker.output`).
 Cells, output, completion and interrupts use the kernel's channels; the RPC agent has its own sockets and threads.
 """
 
