@@ -14,7 +14,8 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from helpers.suite.needs import need_of
+from helpers.processes.shared_cluster import FIXTURE, SHARED_CLUSTER, is_shared_by
+from helpers.suite.needs import names_of, need_of
 from helpers.waiting import wait_until
 from hypothesis import settings
 
@@ -35,7 +36,9 @@ def pytest_collection_modifyitems(items) -> None:
     """Mark each test with what it needs."""
     for item in items:
         fixtures = [each[-1].func for each in item._fixtureinfo.name2fixturedefs.values()]
-        item.add_marker(need_of(item.function, *fixtures, *filter(None, [item.cls])))
+        names = names_of(item.function, *fixtures, *filter(None, [item.cls]))
+        item.add_marker(need_of(names))
+        SHARED_CLUSTER.note(item, names)
 
 
 def pytest_collection_finish() -> None:
@@ -48,6 +51,7 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_unconfigure() -> None:
+    SHARED_CLUSTER.end()
     shutil.rmtree(_runtime, ignore_errors=True)
 
 
@@ -82,6 +86,41 @@ def world(three):
     with three[0].activate():
         yield three
     wait_until(lambda: not any(agent.recorder.contexts.all() for agent in three), "the end of all contexts")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item) -> None:
+    """End the shared cluster, if the test needs that, before the first fixture of the test starts another."""
+    SHARED_CLUSTER.make_way(item)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """Have one process run all files whose tests share a cluster: elsewhere tests between them would end it."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class ByFile(LoadFileScheduling):
+        def _split_scope(self, nodeid):
+            file = super()._split_scope(nodeid)
+            return FIXTURE if is_shared_by(config.rootpath / file) else file
+
+    shares = config.getoption("dist") == "loadfile" and not config.getoption("--one-process")
+    return ByFile(config, log) if shares else None
+
+
+@pytest.fixture
+def shared_cluster():
+    """Two workers with a process group, which other tests use before and after: a test that leaves something fails."""
+    yield SHARED_CLUSTER.take()
+    if left := SHARED_CLUSTER.left():
+        pytest.fail("the test leaves behind:\n" + "\n".join(left), pytrace=False)
+
+
+@pytest.fixture
+def own_variables(shared_cluster):
+    """The variables that a test gives the workers of the shared cluster end with it."""
+    yield
+    SHARED_CLUSTER.remove_variables()
 
 
 def pytest_addoption(parser):

@@ -7,6 +7,7 @@
 `full_files`                    fills a worker's table of open files; functions that it runs then
 `forking`                       functions that fork while they hold shared memory
 `mains`                         several ``__main__`` modules in one process
+`shared_cluster`                two workers, for all tests that only want a cluster of two
 `workers`                       workers that call each other, and functions for them
 `entries`                       what the worker processes of `tests/cluster` do
 `entries_threaded`              starts a thread when it is imported

@@ -23,7 +23,7 @@ PROCESSES = {"subprocess", "multiprocessing", "pty", "ray"}
 STARTERS = {
     *("Cluster", "JoinLauncher", "Keeper", "LocalLauncher", "OpenLocalLauncher", "Processes", "RayLauncher", "Zygote"),
     *("KernelManager", "execute_notebook", "fork", "forkpty", "posix_spawn", "system"),
-    *("Contestant", "run_cells"),
+    *("Contestant", "run_cells", "SHARED_CLUSTER"),
 }
 """Names that start processes: of nbdist, of Jupyter and Python, of scripts beside the tests."""
 THREADS = {"threading", "World", "Endpoint"}
@@ -32,9 +32,13 @@ KINDS = ("page", "processes", "threads", "pure")
 """What a test may need, from much to little; each test has one of these marks."""
 
 
-def need_of(*parts: Any) -> str:
-    """Return the one of `KINDS` that a test needs: ``parts`` are its function, those of its fixtures, and its class."""
-    names = set[str]().union(*map(_named, parts))
+def names_of(*parts: Any) -> set[str]:
+    """Return all names that a test uses: ``parts`` are its function, those of its fixtures, and its class."""
+    return set[str]().union(*map(_named, parts))
+
+
+def need_of(names: set[str]) -> str:
+    """Return the one of `KINDS` that a test needs which uses these names."""
     if names & PAGE:
         return "page"
     if names & (PROCESSES | STARTERS):
