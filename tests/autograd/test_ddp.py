@@ -19,15 +19,13 @@ from helpers.models.autograd_functions import (
 from torch import distributed
 from torch.nn.parallel import DistributedDataParallel
 
-import nbdist
 from nbdist import autograd as dist_autograd
 from nbdist import rpc
 
 
-@pytest.fixture(scope="module")
-def cluster():
-    with nbdist.Cluster(2) as cluster:
-        yield cluster
+@pytest.fixture
+def cluster(shared_cluster):
+    return shared_cluster
 
 
 def expected(factor, inputs):

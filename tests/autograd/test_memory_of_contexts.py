@@ -10,7 +10,6 @@ import torch
 from helpers.models.autograd_functions import forward_and_own, kilobytes, stage
 from helpers.waiting import wait_until
 
-import nbdist
 from nbdist import autograd as dist_autograd
 from nbdist import rpc
 from nbdist.autograd.passes.context import Run
@@ -32,19 +31,18 @@ def train(count):
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("count", [500, pytest.param(1000, marks=pytest.mark.soak)])
 @pytest.mark.skipif(not os.path.exists("/proc/self/smaps_rollup"), reason="the kernel does not say")
-def test_contexts_leave_no_memory_in_use(count):
+def test_contexts_leave_no_memory_in_use(shared_cluster, count):
     def used():
         gc.collect()
-        return {"here": kilobytes(), **{name: rpc.rpc_sync(name, kilobytes) for name in cluster.names}}
+        return {"here": kilobytes(), **{name: rpc.rpc_sync(name, kilobytes) for name in shared_cluster.names}}
 
-    with nbdist.Cluster(2, backend="none") as cluster:
-        train(1300)  # until allocators and caches have what they want, which other tests of this process decide, too
-        before = used()
-        train(count)
-        after = used()
-        threads = threading.active_count()
-        train(10)
-        assert threading.active_count() < threads + 10  # not one for each
+    train(1300)  # until allocators and caches have what they want, which other tests of this process decide, too
+    before = used()
+    train(count)
+    after = used()
+    threads = threading.active_count()
+    train(10)
+    assert threading.active_count() < threads + 10  # not one for each
     grown = {name: after[name] - before[name] for name in before}
     assert max(grown.values()) < ALLOWED, grown
 

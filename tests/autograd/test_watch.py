@@ -9,7 +9,6 @@ import torch
 from helpers.models.autograd_functions import begin_pass
 from helpers.waiting import wait_until
 
-import nbdist
 from nbdist import autograd as dist_autograd
 from nbdist import rpc
 from nbdist.autograd.graph.edges import Received
@@ -522,8 +521,8 @@ def test_timeouts_run_again_after_a_pause(world):
 
 
 @pytest.mark.timeout(120)
-def test_worker_kernels_are_paused_and_their_callers_time_stands_still():
-    with nbdist.Cluster(2, backend="none"), dist_autograd.context() as context_id:
+def test_worker_kernels_are_paused_and_their_callers_time_stands_still(shared_cluster):
+    with dist_autograd.context() as context_id:
         x = torch.ones(4, requires_grad=True)
         rpc.rpc_sync("worker1", torch.sum, args=(x,))  # so that it is in the context, and hears of the watch
         watch = context_id.watch(paused=True)

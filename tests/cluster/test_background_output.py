@@ -5,7 +5,6 @@ import io
 import pytest
 from helpers.waiting import wait_until
 
-import nbdist
 from nbdist.cluster.kernels.workers import StartError
 
 STARTED = """
@@ -20,10 +19,9 @@ threading.Thread(target=work).start()
 """
 
 
-@pytest.fixture(scope="module")
-def cluster():
-    with nbdist.Cluster(2) as cluster:
-        yield cluster
+@pytest.fixture
+def cluster(shared_cluster, own_variables):
+    return shared_cluster
 
 
 def printed(cell, worker):

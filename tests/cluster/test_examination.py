@@ -13,21 +13,12 @@ from helpers.notebook.frontend import Notebook
 from helpers.processes import workers
 from helpers.waiting import wait_until
 
-import nbdist
 from nbdist.errors import UsageError
 
 
-@pytest.fixture(scope="module")
-def cluster():
-    with nbdist.Cluster(2, backend="none") as cluster:
-        yield cluster
-
-
 @pytest.fixture
-def two(cluster):
-    """Two living workers, whatever the test before did."""
-    cluster.restart()
-    return cluster
+def two(shared_cluster, own_variables):
+    return shared_cluster
 
 
 def of(found, *topics):

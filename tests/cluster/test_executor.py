@@ -32,11 +32,10 @@ def begin(order, number):
 """
 
 
-@pytest.fixture(scope="module")
-def cluster():
-    with nbdist.Cluster(2, backend="none") as cluster:
-        cluster.execute(FUNCTIONS)
-        yield cluster
+@pytest.fixture
+def cluster(shared_cluster, own_variables):
+    shared_cluster.execute(FUNCTIONS)
+    return shared_cluster
 
 
 def pids(cluster):

@@ -83,15 +83,10 @@ KINDS = {
 """By name: the code that worker0 runs, and the call in which it waits."""
 
 
-@pytest.fixture(scope="module")
-def shared():
-    with nbdist.Cluster(2) as cluster:
-        yield cluster
-
-
 @pytest.fixture
-def cluster(shared):
+def cluster(shared_cluster, own_variables):
     """Two idle workers, which have the models. After the test no worker may be stuck in its cell."""
+    shared = shared_cluster
     shared.execute(MODELS, timeout=LIMIT)
     yield shared
     stuck = [worker.name for worker in shared.workers if worker.cells]

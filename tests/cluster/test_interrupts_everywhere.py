@@ -18,19 +18,13 @@ from nbdist.cluster.interrupting import Interrupts
 LIMIT = 20
 
 
-@pytest.fixture(scope="module")
-def shared():
-    with nbdist.Cluster(2) as cluster:
-        cluster.execute("import time")
-        yield cluster
-
-
 @pytest.fixture
-def cluster(shared):
+def cluster(shared_cluster, own_variables):
     """Two idle workers in a process group that works."""
-    yield shared
-    shared.rebuild_process_group()
-    shared.execute("t = torch.ones(1); dist.all_reduce(t); assert t.item() == 2", timeout=LIMIT)
+    shared_cluster.execute("import time")
+    yield shared_cluster
+    shared_cluster.rebuild_process_group()
+    shared_cluster.execute("t = torch.ones(1); dist.all_reduce(t); assert t.item() == 2", timeout=LIMIT)
 
 
 def by_interrupt(cluster):

@@ -13,10 +13,9 @@ LIMIT = 60
 MANY = 1100
 
 
-@pytest.fixture(scope="module")
-def cluster():
-    with nbdist.Cluster(2, backend="none") as cluster:
-        yield cluster
+@pytest.fixture
+def cluster(shared_cluster, own_variables):
+    return shared_cluster
 
 
 def kept(cluster):
@@ -61,6 +60,7 @@ def test_a_value_that_cannot_be_sent_is_not_kept(cluster):
 
 
 def test_values_are_kept_as_long_as_the_handle_of_the_cell(cluster, monkeypatch):
+    monkeypatch.setattr(cluster._router, "_cells", {})  # else those of tests before are forgotten first
     monkeypatch.setattr(routing, "_CELLS_KEPT", 0)
     cell = cluster.execute("rank", keep=True)
     for _ in range(100):  # each makes the router forget one that has ended
@@ -90,6 +90,7 @@ def test_the_rref_of_a_dead_worker_says_so_and_the_others_have_values(cluster):
     assert first.to_here(timeout=LIMIT) == 5
     with pytest.raises(nbdist.WorkerLost, match="worker1"):
         second.to_here(timeout=LIMIT)
+    del first, second  # the second's error keeps the frames in which it was raised, and what they refer to
     cluster.restart()
 
 
@@ -101,3 +102,4 @@ def test_the_rref_of_a_worker_that_was_restarted_since_says_so(cluster):
     assert first.to_here(timeout=LIMIT) == 5
     with pytest.raises(nbdist.WorkerLost, match="worker1 has ended since it was sent this cell"):
         second.to_here(timeout=LIMIT)
+    del first, second  # as above

@@ -15,10 +15,9 @@ LIMIT = 60
 LOOK = "list(__import__('nbdist').rpc.api.current_agent().named.find('pushed').arrived)"
 
 
-@pytest.fixture(scope="module")
-def cluster():
-    with nbdist.Cluster(2, backend="none") as cluster:
-        yield cluster
+@pytest.fixture
+def cluster(shared_cluster, own_variables):
+    return shared_cluster
 
 
 def arrived(cluster):

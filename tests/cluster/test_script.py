@@ -167,52 +167,54 @@ def test_a_cluster_of_one_worker():
             cluster.find("worker1")
 
 
-def test_an_interrupt_just_behind_the_sending_reaches_the_workers(monkeypatch):
-    with nbdist.Cluster(1, backend="none") as cluster:
-        thread = cluster.kernel_thread
-        soon = thread.soon
-
-        def interrupted(function, *args):
-            sent = soon(function, *args)
-            if getattr(function, "__func__", None) is CellSender.send:
-                monkeypatch.undo()
-                wait_until(lambda: cluster.workers[0].state, equals="busy")
-                time.sleep(0.3)
-                raise KeyboardInterrupt
-            return sent
-
-        monkeypatch.setattr(thread, "soon", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            cluster.execute("import time; time.sleep(600)", quiet=True)
-        cluster.execute("done = True", timeout=20)
-        assert cluster.pull("done", 0) is True
+@pytest.fixture
+def cluster(shared_cluster, own_variables):
+    return shared_cluster
 
 
-def test_a_prompt_that_nobody_can_answer_ends_on_the_worker(monkeypatch):
+def test_an_interrupt_just_behind_the_sending_reaches_the_workers(cluster, monkeypatch):
+    thread = cluster.kernel_thread
+    soon = thread.soon
+
+    def interrupted(function, *args):
+        sent = soon(function, *args)
+        if getattr(function, "__func__", None) is CellSender.send:
+            monkeypatch.undo()
+            wait_until(lambda: cluster.workers[0].state, equals="busy")
+            time.sleep(0.3)
+            raise KeyboardInterrupt
+        return sent
+
+    monkeypatch.setattr(thread, "soon", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        cluster.execute("import time; time.sleep(600)", 0, quiet=True)
+    cluster.execute("done = True", timeout=20)
+    assert cluster.pull("done", 0) is True
+
+
+def test_a_prompt_that_nobody_can_answer_ends_on_the_worker(cluster, monkeypatch):
     def fail(error):
         def ask(prompt):
             raise error
 
         monkeypatch.setattr("builtins.input", ask)
 
-    with nbdist.Cluster(1, backend="none") as cluster:
-        fail(EOFError("EOF when reading a line"))
-        with pytest.raises(EOFError):
-            cluster.execute("text = input('? ')", 0, timeout=60)
-        fail(LookupError("no terminal"))
-        with pytest.raises(LookupError, match="no terminal"):
-            cluster.execute("text = input('? ')", 0, timeout=60)
-        cluster.execute("done = True", timeout=60)
+    fail(EOFError("EOF when reading a line"))
+    with pytest.raises(EOFError):
+        cluster.execute("text = input('? ')", 0, timeout=60)
+    fail(LookupError("no terminal"))
+    with pytest.raises(LookupError, match="no terminal"):
+        cluster.execute("text = input('? ')", 0, timeout=60)
+    cluster.execute("done = True", timeout=60)
 
 
-def test_a_cell_that_ends_when_its_time_is_up_is_no_timeout():
-    with nbdist.Cluster(1, backend="none") as cluster:
-        cell = cluster.execute("1", block=False)
-        cell.wait(60)
-        cell._finished = False  # as just before the end, when all parts are done
-        ending = threading.Timer(0.3, cell._tell_end)
-        ending.start()
-        while not cell._events.empty():
-            cell._events.get()
-        cell.wait(0.1)
-        ending.join()
+def test_a_cell_that_ends_when_its_time_is_up_is_no_timeout(cluster):
+    cell = cluster.execute("1", block=False)
+    cell.wait(60)
+    cell._finished = False  # as just before the end, when all parts are done
+    ending = threading.Timer(0.3, cell._tell_end)
+    ending.start()
+    while not cell._events.empty():
+        cell._events.get()
+    cell.wait(0.1)
+    ending.join()

@@ -11,8 +11,6 @@ import pytest
 import torch.distributed as dist
 from helpers.processes.listening import family, listening, ports
 
-import nbdist
-
 STRANGER = """
 import encodings.idna, json, os, socket, struct, sys  # nothing may be imported later: whose files are they?
 
@@ -55,13 +53,12 @@ def attack(cluster):
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can try it as another user")
-def test_a_stranger_finds_no_store_of_a_cluster_at_first_and_after_a_restart():
+def test_a_stranger_finds_no_store_of_a_cluster_at_first_and_after_a_restart(shared_cluster, own_variables):
     denied = dict.fromkeys(("list", "write", "read"), "PermissionError")
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # to see that one would be found
-    with nbdist.Cluster(2) as cluster:
-        assert attack(cluster) == {**denied, "stores": [str(store.port)]}
-        os.kill(cluster.workers[0].pid, signal.SIGKILL)
-        assert cluster.workers[0].exited.wait(20)
-        cluster.restart("worker0", process_group=True)
-        assert attack(cluster) == {**denied, "stores": [str(store.port)]}
-        cluster.execute("t = torch.ones(1); dist.all_reduce(t); assert t.item() == world_size", timeout=60)
+    assert attack(shared_cluster) == {**denied, "stores": [str(store.port)]}
+    os.kill(shared_cluster.workers[0].pid, signal.SIGKILL)
+    assert shared_cluster.workers[0].exited.wait(20)
+    shared_cluster.restart("worker0", process_group=True)
+    assert attack(shared_cluster) == {**denied, "stores": [str(store.port)]}
+    shared_cluster.execute("t = torch.ones(1); dist.all_reduce(t); assert t.item() == world_size", timeout=60)

@@ -48,11 +48,10 @@ def run_for_ever(path):
 """
 
 
-@pytest.fixture(scope="module")
-def cluster():
-    with nbdist.Cluster(2, backend="none") as cluster:
-        cluster.execute(FUNCTIONS)
-        yield cluster
+@pytest.fixture
+def cluster(shared_cluster, own_variables):
+    shared_cluster.execute(FUNCTIONS)
+    return shared_cluster
 
 
 @pytest.fixture
@@ -88,8 +87,8 @@ def test_what_is_scattered_is_gathered_again(view, values):
     gathered = view.gather("part").get()
     assert type(gathered) is type(values)
     assert list(gathered) == list(values)
-    view.scatter("rank", [10, 11], flatten=True)
-    assert view["rank"] == [10, 11]
+    view.scatter("place", [10, 11], flatten=True)
+    assert view["place"] == [10, 11]
 
 
 def test_maps_keep_the_order(view, balanced):

@@ -61,10 +61,9 @@ class Training:
             part.load_state_dict(state[name])
 
 
-@pytest.fixture(scope="module")
-def cluster():
-    with nbdist.Cluster(2, backend="none") as cluster:
-        yield cluster
+@pytest.fixture
+def cluster(shared_cluster):
+    return shared_cluster
 
 
 @pytest.mark.timeout(120)

@@ -13,7 +13,6 @@ import pytest
 import torch
 from helpers.waiting import wait_until
 
-import nbdist
 from nbdist import autograd as dist_autograd
 from nbdist import rpc, trace
 from nbdist.errors import UsageError, WorkerLost
@@ -377,21 +376,20 @@ def test_a_watched_context_is_not_kept(world):
     assert watcher.backward is not None
 
 
-def test_a_worker_that_dies_while_the_pass_is_paused_ends_the_wait():
-    with nbdist.Cluster(2, backend="none") as cluster:
-        watcher = Watcher(paused=True)
-        x = leaf()
+def test_a_worker_that_dies_while_the_pass_is_paused_ends_the_wait(shared_cluster):
+    watcher = Watcher(paused=True)
+    x = leaf()
 
-        def cell():
-            with dist_autograd.context() as context_id:
-                dist_autograd.backward(context_id, [rpc.rpc_sync("worker1", torch.exp, args=(x,)).sum()])
+    def cell():
+        with dist_autograd.context() as context_id:
+            dist_autograd.backward(context_id, [rpc.rpc_sync("worker1", torch.exp, args=(x,)).sum()])
 
-        watcher.begin(cell)
-        watcher.step(1)
-        os.kill(cluster.workers[1].pid, signal.SIGKILL)
-        with pytest.raises(WorkerLost):
-            watcher.wait(20)
-        assert "WorkerLost" in watcher.told()
+    watcher.begin(cell)
+    watcher.step(1)
+    os.kill(shared_cluster.workers[1].pid, signal.SIGKILL)
+    with pytest.raises(WorkerLost):
+        watcher.wait(20)
+    assert "WorkerLost" in watcher.told()
 
 
 def test_looking_makes_no_call_and_only_what_is_looked_at_is_noted(world):

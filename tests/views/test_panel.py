@@ -15,10 +15,9 @@ from nbdist.testing import World
 from nbdist.views.workers.panel import Panel, blamed
 
 
-@pytest.fixture(scope="module")
-def cluster():
-    with nbdist.Cluster(2, backend="none") as cluster:
-        yield cluster
+@pytest.fixture
+def cluster(shared_cluster, own_variables):
+    return shared_cluster
 
 
 def sample_until(panel, condition):

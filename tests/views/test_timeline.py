@@ -228,16 +228,15 @@ def test_one_whose_agent_has_ended_stops_here():
     assert not trace.listeners
 
 
-def test_of_a_cluster_whose_worker_dies():
-    with nbdist.Cluster(2, backend="none") as cluster:
-        with cluster.timeline() as told:
-            rpc.rpc_sync("worker1", square, args=(torch.ones(1), torch.ones(1)))
-            with pytest.raises(nbdist.WorkerLost):
-                rpc.rpc_sync("worker0", __import__("os")._exit, args=(3,))
-        assert [entry.name for entry in told.noted if entry.agent == "worker1"] == ["square"]
-        assert told.lost
+def test_of_a_cluster_whose_worker_dies(shared_cluster):
+    with shared_cluster.timeline() as told:
+        rpc.rpc_sync("worker1", square, args=(torch.ones(1), torch.ones(1)))
+        with pytest.raises(nbdist.WorkerLost):
+            rpc.rpc_sync("worker0", __import__("os")._exit, args=(3,))
+    assert [entry.name for entry in told.noted if entry.agent == "worker1"] == ["square"]
+    assert told.lost
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
-        cluster.nothing()
+        shared_cluster.nothing()
 
 
 def test_a_timeline_starts_the_workers():
