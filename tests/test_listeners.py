@@ -12,7 +12,7 @@ import psutil
 import pytest
 from helpers.models import swarm_models
 from helpers.notebook.frontend import Notebook
-from helpers.processes.listening import family, listening, ports, reachable
+from helpers.processes.listening import family, free_port, listening, ports, reachable
 
 import nbdist
 from nbdist.swarm import serve
@@ -102,9 +102,7 @@ def test_a_cluster_and_a_swarm_listen_on_loopback_and_in_their_folder(monkeypatc
 
 def test_an_rpc_world_listens_on_loopback_and_in_its_folder(tmp_path):
     """Only rank 0 has a port, and only one: at the address that the URL names."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     urls = {f"tcp://localhost:{port}": [port], "env://": [port], f"file://{tmp_path}/meet": []}
     environment = {**os.environ, "MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}

@@ -4,22 +4,16 @@ from __future__ import annotations
 
 import os
 import re
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from helpers.processes.listening import free_port
 
 PROGRAMS = Path(__file__).parent / "programs"
 README = Path(__file__).parent.parent / "README.md"
 EXPECTED = {"sync": "tensor([4., 4.])\n", "async": "tensor([5., 5.])\n"}
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def run_together(*commands: list[str]) -> list[str]:

@@ -39,10 +39,6 @@ def by_way_of(name, x):
     return rpc.rpc_sync(name, twice, args=(x,)) + x
 
 
-def gradients_on(world, index, context_id):
-    return world[index].recorder.contexts.get(context_id).gradients()
-
-
 # --- what is not used in the loss: where torch fails or hangs -------------------------------------
 
 

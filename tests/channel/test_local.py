@@ -5,13 +5,11 @@ import fcntl
 import os
 import resource
 import secrets
-import shutil
 import signal
 import socket
 import struct
 import subprocess
 import sys
-import tempfile
 import termios
 import threading
 import time
@@ -40,11 +38,9 @@ BIG = 8 << 20  # bytes; far more than a socket's buffer takes
 
 
 @pytest.fixture(autouse=True)
-def runtime(monkeypatch):
-    path = Path(tempfile.mkdtemp(prefix="nbd-", dir="/tmp"))
-    monkeypatch.setenv("NBDIST_RUNTIME_DIR", str(path))
-    yield path
-    shutil.rmtree(path, ignore_errors=True)
+def runtime(monkeypatch, tmp_path):
+    monkeypatch.setenv("NBDIST_RUNTIME_DIR", str(tmp_path))
+    return tmp_path
 
 
 @contextlib.contextmanager

@@ -3,13 +3,11 @@
 import contextlib
 import os
 import secrets
-import shutil
 import signal
 import socket
 import stat
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from pathlib import Path
@@ -28,12 +26,9 @@ OTHER = Secret(b"the secret of strangers", shared_off_host=True)
 
 
 @pytest.fixture(autouse=True)
-def runtime(monkeypatch):
-    """A runtime directory of the test's own, with a short name: ipc addresses have little room."""
-    path = Path(tempfile.mkdtemp(prefix="nbd-", dir="/tmp"))
-    monkeypatch.setenv("NBDIST_RUNTIME_DIR", str(path))
-    yield path
-    shutil.rmtree(path, ignore_errors=True)
+def runtime(monkeypatch, tmp_path):
+    monkeypatch.setenv("NBDIST_RUNTIME_DIR", str(tmp_path))
+    return tmp_path
 
 
 def agents(runtime):

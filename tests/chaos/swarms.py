@@ -18,7 +18,6 @@ from nbdist.swarm import serve
 
 LIMIT = 60.0
 _TOKENS = 12
-_MODES = ("greedy", "beams")
 
 
 class Swarms:

@@ -13,21 +13,8 @@ from nbdist import autograd as dist_autograd
 from nbdist import rpc
 from nbdist.nn import Pipeline
 from nbdist.optim import DistributedLRScheduler, DistributedOptimizer
-from nbdist.testing import World
 
 SIZE = 3
-
-
-@pytest.fixture(scope="module")
-def three():
-    with World(3) as world:
-        yield world
-
-
-@pytest.fixture
-def world(three):
-    with three[0].activate():
-        yield three
 
 
 _owned = {}

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers.processes import workers
+from helpers.processes.listening import free_port
 from helpers.waiting import wait_until
 
 import nbdist
@@ -253,12 +254,7 @@ def test_init_that_fails_leaves_nothing_behind():
 
 
 def test_a_tcp_store_can_be_tried_again_at_once():
-    import socket
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    method = f"tcp://127.0.0.1:{port}"
+    method = f"tcp://127.0.0.1:{free_port()}"
     for _ in range(2):
         with pytest.raises(nbdist.RendezvousError):
             rpc.init_rpc(

@@ -4,12 +4,12 @@ The second device is ``meta``, which every machine has: what arrives there has n
 What needs a GPU is in tests/gpu.
 """
 
-import socket
 import subprocess
 import sys
 
 import pytest
 import torch
+from helpers.processes.listening import free_port
 
 from nbdist import rpc
 from nbdist.errors import EncodeError, UsageError
@@ -161,10 +161,7 @@ def test_init_rpc_refuses_an_impossible_map(tmp_path):
 @pytest.mark.parametrize("method", ["file", pytest.param("tcp", marks=pytest.mark.soak)])
 def test_every_member_of_a_fixed_world_is_told_of_an_impossible_map(tmp_path, method):
     """Each begins at another moment: those that are late must not be told only that the others have left."""
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        port = taken.getsockname()[1]
-    where = f"file://{tmp_path}/meeting" if method == "file" else f"tcp://127.0.0.1:{port}"
+    where = f"file://{tmp_path}/meeting" if method == "file" else f"tcp://127.0.0.1:{free_port()}"
     program = (
         "import sys, time\n"
         "from nbdist import rpc\n"

@@ -10,7 +10,7 @@ import sys
 import time
 
 import pytest
-from helpers.processes.listening import listening, reachable
+from helpers.processes.listening import free_port, listening, reachable
 from helpers.suite.python_path import TESTS, python_path
 
 import nbdist
@@ -32,12 +32,6 @@ def use():
     if dist.is_initialized():
         t = torch.ones(1); dist.all_reduce(t); assert t == 2
 """
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def environment(rank: int, port: int, host: str = "127.0.0.1", **more: str) -> dict[str, str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 import threading
@@ -12,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from helpers.processes import workers
+from helpers.processes.listening import free_port
 from helpers.suite.python_path import TESTS, python_path
 
 import nbdist
@@ -20,6 +20,7 @@ from nbdist import rpc
 MEMBER = """
 import sys
 from helpers.processes import workers
+from helpers.processes.listening import free_port
 from nbdist import rpc
 options = rpc.RpcBackendOptions(init_method=sys.argv[1])
 sys.stdin.readline()
@@ -61,9 +62,7 @@ class Attacked:
     """A world whose store a stranger can reach: this process is worker0."""
 
     def __init__(self) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = int(probe.getsockname()[1])
+        port = free_port()
         self._url = f"tcp://127.0.0.1:{port}"
         self.stranger = Talk(str(Path(__file__).with_name("stranger.py")), str(port))
         self.members: list[Talk] = []

@@ -4,11 +4,10 @@ import threading
 
 import pytest
 import torch
+from helpers.hosts.keepers import cluster_on
 from helpers.hosts.other_hosts import can_make_hosts, hosts
 from helpers.models import swarm_models
-from helpers.waiting import wait_for_file
 
-import nbdist
 from nbdist.rpc.named import NotOffered
 from nbdist.swarm import adapter, serve
 from nbdist.swarm.server import sources
@@ -139,23 +138,14 @@ def test_a_server_computes_and_drops_blocks_while_it_waits_for_others(world, far
 @pytest.mark.skipif(not can_make_hosts(), reason="only root can make hosts, and only where the kernel allows it")
 @torch.no_grad()
 def test_a_swarm_over_hosts_that_share_no_folder(tmp_path):
-    file = tmp_path / "invitation.json"
     model = swarm_models.make("llama")
-    with hosts(2) as (address, others):
-
-        def start():
-            text = wait_for_file(file)
-            for other in others:
-                other.start("-m", "nbdist", "worker", "--connect", "-", stdin=text)
-
-        threading.Thread(target=start, daemon=True).start()
-        with nbdist.Cluster(2, launcher="join", host=address, invitation=str(file)) as cluster:
-            swarm = serve(model, workers=["worker0", "worker1"], spans=[(0, 3), (3, 6)])
-            remote = swarm.causal_lm()
-            assert torch.equal(swarm_models.generate(remote, "one"), swarm_models.generate(model, "one"))
-            maps = "'model.safetensors' in open('/proc/self/maps').read()"
-            assert cluster.evaluate(maps) == [False, False]
-            others[0].kill()  # the worker of the other host takes its blocks: from here
-            assert torch.equal(swarm_models.generate(remote, "one"), swarm_models.generate(model, "one"))
-            assert list(swarm.blocks.values()) == [[0, 1, 2, 3, 4, 5]]
-            swarm.close()
+    with hosts(2) as (address, others), cluster_on(others, address, tmp_path) as cluster:
+        swarm = serve(model, workers=["worker0", "worker1"], spans=[(0, 3), (3, 6)])
+        remote = swarm.causal_lm()
+        assert torch.equal(swarm_models.generate(remote, "one"), swarm_models.generate(model, "one"))
+        maps = "'model.safetensors' in open('/proc/self/maps').read()"
+        assert cluster.evaluate(maps) == [False, False]
+        others[0].kill()  # the worker of the other host takes its blocks: from here
+        assert torch.equal(swarm_models.generate(remote, "one"), swarm_models.generate(model, "one"))
+        assert list(swarm.blocks.values()) == [[0, 1, 2, 3, 4, 5]]
+        swarm.close()

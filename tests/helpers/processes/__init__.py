@@ -2,7 +2,7 @@
 
 ==============================  =================================================================
 `stacks`                        collects the stacks of processes that hang
-`listening`                     finds where processes listen
+`listening`                     finds where processes listen, and a port where none does
 `file_table`                    fills this process's table of open files
 `full_files`                    fills a worker's table of open files; functions that it runs then
 `forking`                       functions that fork while they hold shared memory

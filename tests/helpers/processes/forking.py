@@ -17,11 +17,6 @@ def _sum(number: int) -> float:
     return float(_held.sum()) + number
 
 
-def _overwrite(number: int) -> float:
-    assert _held is not None
-    return float(_held.fill_(number).sum())
-
-
 def _sum_of(tensor: torch.Tensor) -> float:
     return float(tensor.sum())
 

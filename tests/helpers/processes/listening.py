@@ -25,6 +25,13 @@ def family(pid: int) -> list[int]:
     return [root.pid, *(child.pid for child in root.children(recursive=True))]
 
 
+def free_port() -> int:
+    """Return a port on which nothing listens now, for a program that cannot choose one itself."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
 def listening(pids: Iterable[int]) -> set[str]:
     """Return where processes listen.
 

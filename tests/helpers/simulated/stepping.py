@@ -17,8 +17,6 @@ from nbdist.rpc.here import here
 from nbdist.rpc.waits import set_blocking_hook
 from nbdist.testing import World
 
-NOW = 1000.0
-
 
 class Jobs:
     """What stands in for an agent's pool: jobs wait here until the world takes its next step."""
