@@ -120,7 +120,7 @@ class Worker:
         return folder / f"{self.name}-{self.lives}.json"
 
     def prepare(self, thread: KernelThread, folder: Path, listener: Callable[[Worker, str, Message], None]) -> None:
-        """Get ready for the next start: write a new connection file, make a `KernelConnection` for it, and reset the state."""
+        """Get ready for the next start: write a new connection file, make the connection, and reset the state."""
         self.lives += 1
         connection = {
             "transport": "ipc",
