@@ -118,8 +118,8 @@ class Recorder:
                 f"Already have an autograd context id for this thread: {self.contexts.current.id}; contexts do not "
                 "nest. End that one first: leave its `with` block, or close() it"
             )
-        watchers = list(self._watchers)
-        lines = any([lines, *[wants_lines() for _, wants_lines in watchers]])  # each must be asked: no generator
+        watchers = [then for then, wants in list(self._watchers) if wants()]
+        lines = lines or bool(watchers)
         context = self.contexts.new(lines=lines, check=check)
         self.contexts.here.context = context
         context.thread = threading.get_ident()
@@ -127,20 +127,20 @@ class Recorder:
             context.noting = self.transport.noting(context)
             context.noting.__enter__()
         try:
-            for then, _ in watchers:
+            for then in watchers:
                 then(context)
         except BaseException:  # a view's, or Ctrl-C: the `with` block does not begin, so nobody else ends the context
             self.close(context)
             raise
         return context
 
-    def when_opened(self, then: Callable[[Context], None], wants_lines: Callable[[], bool]) -> Callable[[], None]:
-        """Call ``then`` with each context that is opened here from now on; return a function that ends that.
+    def when_opened(self, then: Callable[[Context], None], wants: Callable[[], bool]) -> Callable[[], None]:
+        """Call ``then`` with the contexts that are opened here from now on; return a function that ends that.
 
-        The thread that opens the context first calls ``wants_lines()``, which returns True to have lines noted in the
-        context, and then ``then``. An error of ``then`` closes the context and is raised by `open`.
+        The thread that opens a context first calls ``wants()``. If that returns True, lines are noted in the context,
+        and the thread calls ``then``. An error of ``then`` closes the context and is raised by `open`.
         """
-        watcher = (then, wants_lines)
+        watcher = (then, wants)
         self._watchers.append(watcher)
 
         def forget() -> None:

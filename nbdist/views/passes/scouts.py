@@ -189,7 +189,6 @@ class Scout:
         self._local = LocalScout(self._recorder, self, held)
         self._pace = Pace()
         self._opened = 0
-        self._due = set[int]()  # threads that are opening a context that will be watched
         self._lock = threading.Lock()
         self._forget = self._recorder.when_opened(self._on_context, self._decide)
         self._heard = self._agent.on_lost(lambda lost, _: self.end() if lost.incarnation == home.incarnation else None)
@@ -233,7 +232,7 @@ class Scout:
         self._local.end()
 
     def _decide(self) -> bool:
-        """Return whether to watch the context that the calling thread is about to open; `_on_context` uses the note."""
+        """Return whether to watch the context that the calling thread is about to open."""
         now = time.monotonic()
         with self._lock:
             self._opened += 1
@@ -241,15 +240,10 @@ class Scout:
             due = self._held or self._pace.is_due(now)
             if due:
                 self._pace.looks(now)
-                self._due.add(threading.get_ident())
         return due
 
     def _on_context(self, context: Context) -> None:
-        """Ask the notebook to watch a context that the calling thread has just opened, if `_decide` said so."""
-        with self._lock:
-            if threading.get_ident() not in self._due:
-                return
-            self._due.discard(threading.get_ident())
+        """Ask the notebook to watch a context that the calling thread has just opened."""
         watching = self._call("ask", self._opened)  # in the context, so that the notebook enters it
         if watching is None:
             return

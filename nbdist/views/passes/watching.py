@@ -106,7 +106,6 @@ class Watcher:
         self._pass: Backward | None = None
         self._outline: tuple[Plan | None, dict[str, Any]] = None, {}  # the last outline for a page, and its plan
         self._waiting = 0  # threads that wait for a pass, to step or run it
-        self._due = set[int]()  # threads that are opening a context that will be watched
         self.ended = False
         """True once the watcher is closed, or the user's own watch has ended. Only the watcher sets it."""
         self._changed = threading.Condition(threading.RLock())
@@ -484,7 +483,7 @@ class Watcher:
     # -- contexts and news ----------------------------------------------------------------------
 
     def _decide(self) -> bool:
-        """Return whether to watch the context that the calling thread is about to open; `_on_context` uses the note."""
+        """Return whether to watch the context that the calling thread is about to open."""
         now = time.monotonic()
         with self._changed:
             if _cells.get(threading.get_ident(), self) is not self:  # it runs another watcher's cell
@@ -494,7 +493,6 @@ class Watcher:
             due = not self.ended and (self._must_halt() or (not self.under_way and self._pace.is_due(now)))
             if due:
                 self._pace.looks(now)
-                self._due.add(threading.get_ident())
         return due
 
     def _must_halt(self) -> bool:
@@ -503,11 +501,7 @@ class Watcher:
             return self._paused or self._waiting > 0
 
     def _on_context(self, context: Context) -> None:
-        """Watch a context that the calling thread has just opened, if `_decide` said so."""
-        with self._changed:
-            if threading.get_ident() not in self._due:
-                return
-            self._due.discard(threading.get_ident())
+        """Watch a context that the calling thread has just opened."""
         if context.watch is None:
             self._follow(self._recorder.passes.observing.watch(context, paused=self._must_halt(), norms=self._norms))
 
