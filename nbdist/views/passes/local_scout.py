@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Protocol
+from typing import Any
 
 from nbdist.autograd import api
 from nbdist.autograd.graph.edges import GraphEdge
 from nbdist.autograd.graph.messages import Head
 from nbdist.autograd.graph.numbers import NodeNumbers
-from nbdist.autograd.graph.traces import Plan
 from nbdist.autograd.inspection import plan_local
 from nbdist.autograd.passes.context import Context
 from nbdist.autograd.passes.local_passes import local_passes
@@ -26,22 +25,6 @@ FIRST = 3
 _TOLD_WITHIN = 0.1  # seconds until all workers know which pass is watched next
 
 
-class LocalHome(Protocol):
-    """The methods of a `Watcher` that local scouts need: called in the notebook, and by RPC from workers."""
-
-    def join(self, worker: int, number: int) -> Head | None:
-        """Let a share of local pass ``number`` begin on a worker; return None not to watch it."""
-
-    def show(self, worker: int, number: int, plan: Plan) -> None:
-        """Take the plan of a share that has joined."""
-
-    def leave(self, worker: int, number: int, error: str, batches: int) -> None:
-        """Note that the share has ended, with an error's text if it failed, after so many batches of events."""
-
-    def is_due(self, number: int) -> None:
-        """Have all workers watch their local pass ``number``."""
-
-
 class LocalScout:
     """Counts the local passes of this process, and asks a `Watcher` about those that are watched.
 
@@ -49,9 +32,13 @@ class LocalScout:
     worker finds due (`Pace`), and all while passes must pause.
     """
 
-    def __init__(self, recorder: Recorder, home: LocalHome, held: bool) -> None:
+    def __init__(self, recorder: Recorder, ask: Callable[..., Any], tell: Callable[..., object], *, held: bool) -> None:
+        """Follow local passes. ``ask`` calls a method of the watcher by its name; ``tell`` need not wait for its end.
+
+        The methods are `Watcher.join`, and told `Watcher.show`, `Watcher.leave` and `Watcher.is_due`.
+        """
         self._recorder = recorder
-        self._home = home
+        self._ask, self._tell = ask, tell
         self._pace = Pace()
         self._count = 0
         self._next = FIRST  # the number of the next pass to watch, or of one of the first
@@ -100,19 +87,19 @@ class LocalScout:
                 return None
         if watched:
             return self._share(number, roots)
-        self._home.is_due(number + 2 + int(_TOLD_WITHIN / max(self._pace.typical, _TOLD_WITHIN / 100)))
+        self._tell("is_due", number + 2 + int(_TOLD_WITHIN / max(self._pace.typical, _TOLD_WITHIN / 100)))
         return None
 
     def _share(self, number: int, roots: Sequence[GraphEdge]) -> AbstractContextManager[None] | None:
         here = self._recorder
-        head, context = None, None
+        context = None
         try:
             with here.contexts.outside():
-                head = self._home.join(here.me, number)
+                head: Head | None = self._ask("join", here.me, number)
                 context = here.contexts.enter(head.context, head.id.root) if head is not None else None
                 if context is not None:
                     context.numbers = NodeNumbers()
-                    self._home.show(here.me, number, plan_local(context.numbers, roots))
+                    self._tell("show", here.me, number, plan_local(context.numbers, roots))
                     self.owners.add(number, context.numbers.of(context.numbers.all()))
         except BaseException:  # Ctrl-C, too
             self._give_up(number, context)
@@ -123,7 +110,7 @@ class LocalScout:
 
         def ended(error: str, batches: int) -> None:
             with here.contexts.outside():
-                self._home.leave(here.me, number, error, batches)
+                self._tell("leave", here.me, number, error, batches)
 
         @contextmanager
         def observed() -> Iterator[None]:
@@ -140,7 +127,7 @@ class LocalScout:
         if context is not None:
             self._drop(context)
         with self._recorder.contexts.outside():
-            self._home.leave(self._recorder.me, number, "", 0)
+            self._tell("leave", self._recorder.me, number, "", 0)
 
     def _drop(self, context: Context) -> None:
         context.numbers = NodeNumbers()  # it keeps the nodes of the graph alive

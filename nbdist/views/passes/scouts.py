@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from nbdist.autograd import api
 from nbdist.autograd.graph import messages
 from nbdist.autograd.graph.edges import Node
-from nbdist.autograd.graph.messages import Head, Watching
+from nbdist.autograd.graph.messages import Watching
 from nbdist.autograd.graph.traces import Plan
 from nbdist.autograd.inspection import plan_from
 from nbdist.autograd.passes.context import Context
@@ -40,13 +40,13 @@ from nbdist.errors import NbdistError
 from nbdist.rpc.api import current_agent
 from nbdist.rpc.asking import WorkerAnswers, ask_each
 from nbdist.rpc.named import NamedObject, call_method
-from nbdist.views.passes.local_scout import LocalHome, LocalScout
+from nbdist.views.passes.local_scout import LocalScout
 from nbdist.views.passes.pace import Pace
 from nbdist.wire.messages import Record
 
 if TYPE_CHECKING:
 
-    class WatcherLike(LocalHome, Protocol):
+    class WatcherLike(Protocol):
         """The methods of a `Watcher` that scouts need."""
 
         def look_at(self, context: Context, opened: int) -> Watching | None:
@@ -185,8 +185,8 @@ class Scout:
         self._agent = current_agent()
         self._recorder = api.recorder()
         self._home = self._agent.at(home.name, f"watcher {key}")
-        self._passes = self._agent.at(home.name, f"passes {key}")  # the watcher itself
-        self._local = LocalScout(self._recorder, self, held)
+        passes = self._agent.at(home.name, f"passes {key}")  # the watcher itself
+        self._local = LocalScout(self._recorder, partial(self._call, passes), passes.cast, held=held)
         self._pace = Pace()
         self._opened = 0
         self._lock = threading.Lock()
@@ -205,25 +205,6 @@ class Scout:
     def watch(self, number: int) -> None:
         """Watch the local pass with this number, too."""
         self._local.watch(number)
-
-    # What the local scout asks of its `LocalHome`.
-
-    def join(self, worker: int, number: int) -> Head | None:
-        """Ask the notebook whether to watch the local pass that begins, and return its answer."""
-        head: Head | None = self._call("join", worker, number, of=self._passes)
-        return head
-
-    def show(self, worker: int, number: int, plan: Plan) -> None:
-        """Send the notebook the plan of the local pass, which does not wait for it."""
-        self._passes.cast("show", worker, number, plan)
-
-    def leave(self, worker: int, number: int, error: str, batches: int) -> None:
-        """Tell the notebook that a local pass has ended here."""
-        self._passes.cast("leave", worker, number, error, batches)
-
-    def is_due(self, number: int) -> None:
-        """Have the notebook tell all workers to watch a later local pass."""
-        self._passes.cast("is_due", number)
 
     def end(self) -> None:
         """Report no more contexts; doing this twice is harmless."""
@@ -244,7 +225,7 @@ class Scout:
 
     def _on_context(self, context: Context) -> None:
         """Ask the notebook to watch a context that the calling thread has just opened."""
-        watching = self._call("ask", self._opened)  # in the context, so that the notebook enters it
+        watching = self._call(self._home, "ask", self._opened)  # in the context, so that the notebook enters it
         if watching is None:
             return
         observing = self._recorder.passes.observing
@@ -265,12 +246,12 @@ class Scout:
 
     def _show(self, context_id: int, plan: Plan) -> None:
         with self._recorder.contexts.outside():
-            self._call("show_plan", context_id, self._recorder.me, plan)
+            self._call(self._home, "show_plan", context_id, self._recorder.me, plan)
 
-    def _call(self, method: str, *arguments: Any, of: NamedObject | None = None) -> Any:
-        """Call a method of the notebook's `Scouts`, or ``of`` another object; None if the notebook cannot be asked."""
+    def _call(self, of: NamedObject, method: str, *arguments: Any) -> Any:
+        """Call a method of an object of the notebook's, and return its result; None if the notebook cannot be asked."""
         try:
-            return (of or self._home).ask(method, *arguments, timeout=_ANSWER_SECONDS)
+            return of.ask(method, *arguments, timeout=_ANSWER_SECONDS)
         except (NbdistError, RuntimeError) as error:  # a view must not fail the user's step
             _log.info("a backward pass is not watched, because the notebook could not be asked: %s", error)
             return None

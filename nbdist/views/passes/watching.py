@@ -124,7 +124,7 @@ class Watcher:
         if given is None:
             self._scouts = Scouts(self, held=paused)  # first: it waits, and Ctrl-C may end the wait
             self._forget = self._recorder.when_opened(self._on_context, self._decide)
-            self._local = LocalScout(self._recorder, self, paused)
+            self._local = LocalScout(self._recorder, self._act, self._act, held=paused)
 
     @classmethod
     def of(cls, watch: Watch) -> Watcher:
@@ -518,6 +518,9 @@ class Watcher:
         return watch.watching
 
     # -- local passes, as their scouts call it ------------------------------------------------------
+
+    def _act(self, method: str, *arguments: Any) -> Any:
+        return getattr(self, method)(*arguments)
 
     def join(self, worker: int, number: int) -> Head | None:
         """Let a share of local pass ``number`` begin on a worker; return None not to watch it."""
