@@ -36,17 +36,14 @@ class CopyStep(NamedTuple):
 
 def from_gpu(length: int, chunk: int) -> Iterator[CopyStep]:
     """Yield the steps that copy ``length`` bytes from a GPU, in chunks of ``chunk`` bytes."""
-    before: tuple[int, int, int] | None = None
-    for piece in _pieces(length, chunk):
+    pieces = list(_pieces(length, chunk))
+    for number in range(len(pieces) + 1):
         # Before the earlier chunk is drained: the GPU copies this one while the processor drains that one.
-        yield CopyStep("queue", *piece)
-        if before is not None:
-            yield CopyStep("wait", *before)
-            yield CopyStep("drain", *before)
-        before = piece
-    if before is not None:
-        yield CopyStep("wait", *before)
-        yield CopyStep("drain", *before)
+        if number < len(pieces):
+            yield CopyStep("queue", *pieces[number])
+        if number > 0:
+            yield CopyStep("wait", *pieces[number - 1])
+            yield CopyStep("drain", *pieces[number - 1])
 
 
 def to_gpu(length: int, chunk: int) -> Iterator[CopyStep]:

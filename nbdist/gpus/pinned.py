@@ -30,6 +30,8 @@ def empty_like(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 class PinnedLane:
     """Two pinned buffers, and the copies between them and a GPU. One thread uses them at a time, for one copy."""
 
+    # ``tests/wire/test_staging.py`` has a stand-in with these methods.
+
     def __init__(self, size: int) -> None:
         """Make buffers of ``size`` bytes each. Raises RuntimeError if the system refuses pinned memory."""
         with torch.inference_mode(False):  # a tensor that is made in that mode could be written to only there

@@ -25,7 +25,6 @@ import traceback
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
-from typing import Protocol
 
 import torch
 
@@ -44,24 +43,6 @@ _MOST_FAILURES = 3
 _log = logging.getLogger("nbdist.gpus")
 
 
-class CopyLane(Protocol):
-    """A pair of pinned buffers, and the copies between them and a GPU. Tests have a stand-in for `PinnedLane`."""
-
-    buffers: list[torch.Tensor]  # of bytes
-
-    def begin(self, on_gpu: torch.Tensor) -> None:
-        """Have later copies of this memory wait, on the GPU, for what the thread's current stream does so far."""
-
-    def queue(self, buffer: int, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Ask the GPU to copy bytes between a buffer and the GPU's memory."""
-
-    def wait(self, buffer: int) -> None:
-        """Wait for the last copy that was queued for a buffer."""
-
-    def finish(self) -> None:
-        """Wait for all copies."""
-
-
 class CopyLanes:
     """The lanes of this process. Any thread may call the methods, at any moment: none of them takes a lock.
 
@@ -71,20 +52,20 @@ class CopyLanes:
                                             └── collected, or `clear` of a free one ──> permit
     """
 
-    def __init__(self, make: Callable[[int], CopyLane] = pinned.PinnedLane) -> None:
+    def __init__(self, make: type[pinned.PinnedLane] = pinned.PinnedLane) -> None:
         self.refused = ""  # torch's words; empty if this process has pinned memory, or has not asked yet
         self.staged = 0  # bytes that went through lanes; not exact if several threads copy at once
         self._make = make
         self._failures = 0  # copies that have failed since the last one that did not
         self._permits = deque(range(_MOST_LANES))
-        self._free: deque[CopyLane] = deque()
+        self._free: deque[pinned.PinnedLane] = deque()
 
     @property
     def pinned(self) -> int:
         """The bytes of pinned memory that lanes hold."""
         return (_MOST_LANES - len(self._permits)) * STAGED_BYTES
 
-    def take(self) -> CopyLane | None:
+    def take(self) -> pinned.PinnedLane | None:
         """Return a lane that nobody uses; None if there are as many as there may be, or the system refuses one.
 
         After the first refusal, this process asks for no pinned memory any more.
@@ -112,7 +93,7 @@ class CopyLanes:
             self.refuse(error)
             return None
 
-    def put_back(self, lane: CopyLane) -> None:
+    def put_back(self, lane: pinned.PinnedLane) -> None:
         """Take back a lane after a copy, none of whose steps is under way."""
         self._failures = 0
         self._free.append(lane)
@@ -231,7 +212,10 @@ def _comes_from_torch(error: Exception) -> bool:
 
 
 def _carry_out(
-    lane: CopyLane, steps: Callable[[int, int], Iterator[order.CopyStep]], on_gpu: torch.Tensor, on_host: torch.Tensor
+    lane: pinned.PinnedLane,
+    steps: Callable[[int, int], Iterator[order.CopyStep]],
+    on_gpu: torch.Tensor,
+    on_host: torch.Tensor,
 ) -> None:
     """Carry out the steps of a copy; those of `order.to_gpu` may leave the last copies under way."""
     leaves_gpu = steps is order.from_gpu
