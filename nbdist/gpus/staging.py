@@ -40,6 +40,8 @@ _MOST_LANES = 4  # pairs of buffers in a process: 32 MiB of pinned memory
 # Copies that may fail in turn: an error may be another thread's, such as one that records a CUDA graph.
 _MOST_FAILURES = 3
 
+_Steps = Callable[[int, int], Iterator[order.CopyStep]]  # `order.from_gpu` or `order.to_gpu`
+
 _log = logging.getLogger("nbdist.gpus")
 
 
@@ -141,7 +143,7 @@ def to_host(source: torch.Tensor, target: torch.Tensor) -> None:
 
     Returns when ``target`` is complete.
     """
-    if source.numel() < STAGED_BYTES or not _copied(source.device, order.from_gpu, source, target):
+    if source.numel() < STAGED_BYTES or not _copied(order.from_gpu, source, target):
         target.copy_(source)
 
 
@@ -171,22 +173,17 @@ def to_gpu(tensor: torch.Tensor, device: str) -> torch.Tensor | None:
         return None
     moved = pinned.empty_like(tensor, there)
     on_gpu, on_host = _bytes_of(moved), _bytes_of(tensor)
-    if not _copied(moved.device, order.to_gpu, on_gpu, on_host):
+    if not _copied(order.to_gpu, on_gpu, on_host):
         on_gpu.copy_(on_host)
     return moved
 
 
-def _copied(
-    device: torch.device,
-    steps: Callable[[int, int], Iterator[order.CopyStep]],
-    on_gpu: torch.Tensor,
-    on_host: torch.Tensor,
-) -> bool:
+def _copied(steps: _Steps, on_gpu: torch.Tensor, on_host: torch.Tensor) -> bool:
     """Copy bytes between a GPU and the host in these steps; return False if torch should copy all of them instead."""
     # When this returns or raises an error, no copy is under way, unless the GPU has failed.
     lanes = process_lanes  # a child's fork replaces them
     try:
-        with pinned.on(device):
+        with pinned.on(on_gpu.device):
             if pinned.is_capturing() or (lane := lanes.take()) is None:
                 return False
             try:
@@ -211,12 +208,7 @@ def _comes_from_torch(error: Exception) -> bool:
     return bool(frames) and str(frames[-1].f_globals.get("__name__")).startswith(("torch.", "nbdist.gpus."))
 
 
-def _carry_out(
-    lane: pinned.PinnedLane,
-    steps: Callable[[int, int], Iterator[order.CopyStep]],
-    on_gpu: torch.Tensor,
-    on_host: torch.Tensor,
-) -> None:
+def _carry_out(lane: pinned.PinnedLane, steps: _Steps, on_gpu: torch.Tensor, on_host: torch.Tensor) -> None:
     """Carry out the steps of a copy; those of `order.to_gpu` may leave the last copies under way."""
     leaves_gpu = steps is order.from_gpu
     for act, buffer, start, end in steps(on_gpu.numel(), CHUNK_BYTES):
