@@ -2,44 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
-from nbdist.rpc.options import (
-    DEFAULT_INIT_METHOD,
-    DEFAULT_NUM_WORKER_THREADS,
-    DEFAULT_RPC_TIMEOUT_SEC,
-    RpcBackendOptions,
-)
+from nbdist.rpc.options import DEFAULT_RPC_TIMEOUT_SEC, RpcBackendOptions
 
 
 class TensorPipeRpcBackendOptions(RpcBackendOptions):
     """Takes the options of torch's TensorPipe backend, and nbdist's own. Transports and channels are ignored."""
 
-    def __init__(
-        self,
-        *,
-        num_worker_threads: int = DEFAULT_NUM_WORKER_THREADS,
-        rpc_timeout: float = DEFAULT_RPC_TIMEOUT_SEC,
-        init_method: str = DEFAULT_INIT_METHOD,
-        device_maps: Mapping[str, Mapping[Any, Any]] | None = None,
-        devices: Sequence[Any] | None = None,
-        _transports: Sequence[str] | None = None,
-        _channels: Sequence[str] | None = None,
-        **options: Any,
-    ) -> None:
+    def __init__(self, *, rpc_timeout: float = DEFAULT_RPC_TIMEOUT_SEC, **options: Any) -> None:
         if not isinstance(rpc_timeout, int | float):
             raise TypeError(f"incompatible constructor arguments: {rpc_timeout!r} is not a number of seconds")
-        super().__init__(
-            num_worker_threads=num_worker_threads,
-            rpc_timeout=rpc_timeout,
-            init_method=init_method,
-            device_maps=device_maps,
-            devices=devices,
-            **options,
-        )
+        super().__init__(rpc_timeout=rpc_timeout, **options)
 
     def set_device_map(self, to: str, device_map: Mapping[Any, Any]) -> None:
         """Set the devices of worker ``to`` on which tensors arrive, as `RpcBackendOptions` does, with torch's checks.

@@ -62,11 +62,6 @@ class Contexts:
     def __len__(self) -> int:
         return len(self._contexts)
 
-    @property
-    def last_id(self) -> int:
-        """The highest id that a context made by this worker could have."""
-        return self._first + (1 << _COUNTER_BITS) - 1
-
     def next_message(self) -> int:
         """Return a new number for an edge; no other worker has the same."""
         return self._first + next(self._messages)

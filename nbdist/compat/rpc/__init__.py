@@ -45,23 +45,9 @@ from nbdist.rpc.core.members import WorkerInfo
 from nbdist.rpc.hosted import take_on
 from nbdist.rpc.options import RpcBackendOptions, time_limit
 
-__all__ = [
-    "BackendType",
-    "BackendValue",
-    "RRef",
-    "TensorPipeRpcBackendOptions",
-    "backend_registered",
-    "construct_rpc_backend_options",
-    "get_worker_info",
-    "init_backend",
-    "init_rpc",
-    "is_available",
-    "register_backend",
-    "remote",
-    "rpc_async",
-    "rpc_sync",
-    "shutdown",
-]
+__all__ = ["TensorPipeRpcBackendOptions", "init_rpc", "is_available"]
+__all__ += api.__all__
+__all__ += backend_registry.__all__
 
 PyRRef = RRef
 _DEFAULT_INIT_METHOD = constants.DEFAULT_INIT_METHOD

@@ -3,6 +3,7 @@
 import torch.distributed.autograd
 
 from nbdist.autograd.api import recorder
+from nbdist.rpc.api import current_agent
 
 
 class SendNode:
@@ -71,7 +72,7 @@ def _release_context(context_id):
 
 def _get_max_id():
     """Return the highest id that a context made by this worker can have, as in torch; not the last id given."""
-    return recorder().contexts.last_id
+    return (current_agent().me.id + 1 << 48) - 1  # an id is the worker's, and a counter of 48 bits
 
 
 def install():
