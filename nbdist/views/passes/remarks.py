@@ -51,63 +51,52 @@ def text_of(remark: Remark) -> str:
 
 def remarks(found: Backward) -> list[Remark]:
     """Return sentences about a pass, finished or not: what failed, took long, is not finite, or differs by worker."""
-    made = [
-        _failed(found),
-        _critical_path(found),
-        _slowest(found),
-        _longest_on_gpu(found),
-        _first_bad(found),
-        _largest(found),
-        *_changes(found),
-        *_replicas(found),
-        *_unowned(found),
-    ]
-    if found.plan.unused:
-        count = len(found.plan.unused)
-        said = f"{counted(count, 'message')} {plural(count, 'carries', 'carry')} no gradients: no root depends on"
-        made.append((SentencePart(f"{said} {plural(count, 'its', 'their')} tensors"),))
-    return [remark for remark in made if remark]
+    early = _failed, _critical_path, _slowest, _longest_on_gpu, _first_bad
+    late = _largest, _changes, _replicas, _unowned, _unused
+    return [remark for make in (*early, *late) for remark in make(found)]
 
 
-def _failed(found: Backward) -> Remark:
-    return (SentencePart("the pass failed at "), *_where(found, found.failed)) if found.failed is not None else ()
+def _failed(found: Backward) -> Iterator[Remark]:
+    if found.failed is not None:
+        yield SentencePart("the pass failed at "), *_where(found, found.failed)
 
 
-def _critical_path(found: Backward) -> Remark:
+def _critical_path(found: Backward) -> Iterator[Remark]:
     if not (path := found.critical_path()):
-        return ()
+        return
     slow = sorted(path[1:-1], key=lambda key: found.seconds[key])[-(_NODES_NAMED - 2) :]
     shown = {path[0], path[-1], *slow}
     names = [_named(found, key) if key in shown else SentencePart("…") for key in path]
     made = [SentencePart(f"critical path, {counted(len(path), 'node')}: ")]
     for name, _ in itertools.groupby(names):  # neighbours that are not named share an ellipsis
         made += [name, SentencePart(" → ")]
-    return tuple(made[:-1])
+    yield tuple(made[:-1])
 
 
-def _slowest(found: Backward) -> Remark:
+def _slowest(found: Backward) -> Iterator[Remark]:
     if (slowest := found.slowest()) is None:
-        return ()
+        return
     worker, where, seconds, keys = slowest
     longest = max(keys, key=lambda key: found.seconds[key])
     count = f"{len(keys)} nodes, the longest " if len(keys) > 1 else ""
     said = f"most time, {duration(seconds)}, went into {where} on {worker} ({count}"
-    return SentencePart(said), SentencePart(f"node {longest[1]}", longest), SentencePart(")")
+    yield SentencePart(said), SentencePart(f"node {longest[1]}", longest), SentencePart(")")
 
 
-def _longest_on_gpu(found: Backward) -> Remark:
-    if not found.on_gpu:
-        return ()
-    key = max(found.on_gpu, key=lambda key: found.on_gpu[key])
-    return (SentencePart(f"the longest on a GPU, {duration(found.on_gpu[key])}, was "), *_where(found, key))
+def _longest_on_gpu(found: Backward) -> Iterator[Remark]:
+    if found.on_gpu:
+        key = max(found.on_gpu, key=lambda key: found.on_gpu[key])
+        yield SentencePart(f"the longest on a GPU, {duration(found.on_gpu[key])}, was "), *_where(found, key)
 
 
-def _first_bad(found: Backward) -> Remark:
-    bad, given = found.bad, found.inherited
-    if bad is None:
-        return ()
-    if given is None:
-        return (SentencePart("the first NaN or Inf came up at "), *_where(found, bad))
+def _first_bad(found: Backward) -> Iterator[Remark]:
+    if found.bad is not None and found.inherited is not None:
+        yield _inherited(found, found.bad, found.inherited)
+    elif found.bad is not None:
+        yield SentencePart("the first NaN or Inf came up at "), *_where(found, found.bad)
+
+
+def _inherited(found: Backward, bad: Key, given: Inherited) -> Remark:
     here, names = _named(found, bad), [_named(found, bad)]
 
     def where(end: Inherited) -> str:
@@ -129,10 +118,9 @@ def _linked(sentence: str, names: Sequence[SentencePart]) -> Remark:
     return tuple(part for part in [*parts, SentencePart(sentence)] if part.text)
 
 
-def _largest(found: Backward) -> Remark:
-    if (key := found.largest()) is None:
-        return ()
-    return (SentencePart(f"the largest norm, {found.norm[key]:.4g}, was given to "), *_where(found, key))
+def _largest(found: Backward) -> Iterator[Remark]:
+    if (key := found.largest()) is not None:
+        yield SentencePart(f"the largest norm, {found.norm[key]:.4g}, was given to "), *_where(found, key)
 
 
 def _changes(found: Backward) -> Iterator[Remark]:
@@ -186,6 +174,12 @@ def _unowned(found: Backward) -> Iterator[Remark]:
         for key in keys:
             made += [SentencePart(names[key], key), SentencePart(", ")]
         yield *made[:-1], SentencePart(f" and {len(alike) - len(keys)} more" if len(keys) < len(alike) else "")
+
+
+def _unused(found: Backward) -> Iterator[Remark]:
+    if count := len(found.plan.unused):
+        said = f"{counted(count, 'message')} {plural(count, 'carries', 'carry')} no gradients: no root depends on"
+        yield (SentencePart(f"{said} {plural(count, 'its', 'their')} tensors"),)
 
 
 def _named(found: Backward, key: Key) -> SentencePart:
