@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from nbdist.amounts import counted
 from nbdist.autograd.graph.events import Key
+from nbdist.views.drawing import pictures
 from nbdist.views.drawing.columns import BOX
 from nbdist.views.drawing.folding import TIMES, Box, Diagram, DrawnLine, diagram_of, name_of, nodes_of
 from nbdist.views.drawing.layout import Layout, NodePlace, Point, lay_out
@@ -86,7 +87,8 @@ def as_text(trace: Trace) -> str:
             f"  {worker}: {counted(kinds[0], 'operation')}, {counted(kinds[1], 'leaf', 'leaves')}, "
             f"{counted(kinds[2], 'receive')}"
         )
-        lines += [f"    -> {edge.receiver}: {_tensors(edge)} ({edge.function})" for edge in _sent_by(trace, worker)]
+        sent = [edge for edge in trace.edges if edge.sender == worker]
+        lines += [f"    -> {edge.receiver}: {_tensors(edge)} ({edge.function})" for edge in sent]
     lines += [f"  {name} could not be asked" for name in trace.unreachable]
     lines += [f"  {each!r}" for each in trace.passes]
     return "\n".join(lines)
@@ -141,10 +143,6 @@ def _tensors(edge: Edge) -> str:
     return ", ".join(f"{dtype}{list(shape)}" for shape, dtype, _ in edge.tensors)
 
 
-def _sent_by(trace: Trace, worker: str) -> list[Edge]:
-    return [edge for edge in trace.edges if edge.sender == worker]
-
-
 # -- as a picture ---------------------------------------------------------------------------------
 
 
@@ -163,7 +161,8 @@ def marks_of_plan(plan: Plan) -> Marks:
 def as_svg(trace: Trace, marks: Marks | None = None) -> str:
     """Return the picture of a recorded graph as SVG; ``marks`` add a pass, in which other nodes are pale."""
     if not any(trace.nodes.values()):
-        return _text_picture("nothing has been recorded")
+        told = "nothing has been recorded"
+        return pictures.svg(_NARROWEST, 36, told, [f'<text x="8" y="22" class="ink">{told}</text>'])
     return _Drawing(trace, marks).svg()
 
 
@@ -464,12 +463,3 @@ def _sample_tag(text: str, fill: str, ink: str) -> str:
 def _sample_line(colour: str, more: str = "") -> str:
     """Return the short line before a text of the legend. ``more`` are further attributes of the path."""
     return f'<path d="M0 6H18" stroke="{colour}" stroke-width="1.8" fill="none"{more}/>'
-
-
-def _text_picture(text: str) -> str:
-    return (
-        '<svg xmlns="http://www.w3.org/2000/svg" width="420" height="36" viewBox="0 0 420 36" '
-        f'font-family="system-ui, sans-serif" font-size="12"><title>{escape(text)}</title>'
-        '<rect width="420" height="36" fill="#fff"/>'
-        f'<text x="8" y="22" fill="{_INK}">{escape(text)}</text></svg>'
-    )
