@@ -64,7 +64,10 @@ class MemoryTable:
         for memory, each in zip(self._workers, self._splits, strict=True):
             known = [_bytes(each.total), self._growth_text(memory, each.total)]
             known += [size(each.parts[kind]) for kind in parts]
-            known += [_bytes(each.shared), _not_accounted(memory, each.rest), _gpu(memory, each.gpu)]
+            # In brackets, the whole process at its start; and of the GPU, the bytes that torch has reserved there.
+            start = f" ({size(memory.started_with)} at start)" if memory.started_with is not None else ""
+            known += [_bytes(each.shared), f"{size(each.rest)}{start}" if each.rest is not None else ""]
+            known += [size(each.gpu) + (f" of {size(memory.gpu_taken)}" if memory.gpu_taken is not None else "")]
             rows.append([memory.name, *known])
         used = [number for number, name in enumerate(head) if name]
         return [head[number] for number in used], [[row[number] for number in used] for row in rows]
@@ -178,17 +181,6 @@ def _bytes(nbytes: int | None) -> str:
 def _signed(grown: int) -> str:
     """Return a change of bytes with its sign; nothing for no change."""
     return f"{'+' if grown > 0 else '-'}{size(abs(grown))}" if grown else ""
-
-
-def _not_accounted(memory: WorkerMemory, rest: int | None) -> str:
-    """Return the bytes that no counted object takes, as text; in brackets, the whole process at its start."""
-    start = f" ({size(memory.started_with)} at start)" if memory.started_with is not None else ""
-    return f"{size(rest)}{start}" if rest is not None else ""
-
-
-def _gpu(memory: WorkerMemory, used: int) -> str:
-    """Return the bytes counted on the GPU, and the bytes that torch has reserved there if they are known, as text."""
-    return f"{size(used)} of {size(memory.gpu_taken)}" if memory.gpu_taken is not None else _bytes(used)
 
 
 def _amount(row: Row, nbytes: int | None) -> str:

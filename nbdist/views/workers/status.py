@@ -24,20 +24,13 @@ class StatusTable:
     def _table(self) -> tuple[tuple[str, ...], list[list[str]]]:
         """Return the head and the rows; the last column, the line of code, only if it is known of some worker."""
         head = (*_COLUMNS, "at") if any(row.report.where for row in self.rows) else _COLUMNS
-        return head, [
-            [
-                row.name,
-                str(row.rank),
-                str(row.pid or ""),
-                row.device,
-                _first_line(row.state),
-                _first_line(row.runs),
-                size(row.report.memory) if row.report.memory is not None else "",
-                str(row.report.calls) if row.report.calls is not None else "",
-                row.report.where,
-            ][: len(head)]
-            for row in self.rows
-        ]
+        rows = []
+        for row in self.rows:
+            memory = size(row.report.memory) if row.report.memory is not None else ""
+            calls = str(row.report.calls) if row.report.calls is not None else ""
+            known = [row.name, str(row.rank), str(row.pid or ""), row.device, _first_line(row.state)]
+            rows.append([*known, _first_line(row.runs), memory, calls, row.report.where][: len(head)])
+        return head, rows
 
     def __repr__(self) -> str:
         return "\n".join([*tables.as_lines(*self._table()), *self._remarks])
