@@ -355,7 +355,7 @@ class _Step:
         else:
             driver = self._agent.find(self._part.driver)
             if not results_stay_on_gpus(driver, self._agent.me):
-                value = _map(value, _on_cpu)
+                value = _map(value, torch.Tensor.cpu)
             self._outputs.append(value)
 
     def _loss(self, micro_batch: int, output: Any) -> torch.Tensor:
@@ -413,7 +413,7 @@ class _Step:
         if any(isinstance(value, torch.Tensor) and not value.is_cpu for value in values) and not takes_gpu_tensors(
             self._agent.me, self._agent.find(place)
         ):
-            values = _each_once(values, _on_cpu)
+            values = _each_once(values, torch.Tensor.cpu)
         args = self._order.step, *op, wanted, *values  # flat: such calls are encoded fast
         try:
             latch = self._agent.at(place, f"pipeline {self._part.uid}").begin("deliver", *args)
@@ -430,10 +430,6 @@ def _fail_if_failed(latch: Latch, inbox: Inbox) -> None:
     """Fail the step if a delivery failed: the worker that did not get it will never send anything back."""
     if latch.error is not None:
         inbox.fail(latch.error)
-
-
-def _on_cpu(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.cpu()
 
 
 def _each_once(values: Values, function: Callable[[torch.Tensor], torch.Tensor]) -> Values:
@@ -494,8 +490,3 @@ def build_stages(
 def run_step(rref: RRef[PipelinePart], order: Order, inputs: Sequence[Values], targets: Sequence[Values]) -> Done:
     """Run a worker's share of one step, and return its result; the pipeline's owner calls this on each worker."""
     return rref.local_value().run(order, inputs, targets)
-
-
-def call_part(rref: RRef[PipelinePart], method: str, *args: Any) -> Any:
-    """Call a method of a `PipelinePart` and return its result; runs on the part's worker, for the pipeline's owner."""
-    return getattr(rref.local_value(), method)(*args)

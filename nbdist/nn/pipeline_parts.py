@@ -12,21 +12,20 @@ import torch
 from nbdist.errors import NbdistError, NotInitialized, UsageError
 from nbdist.nn.batches import Values
 from nbdist.nn.cutting import Maker
-from nbdist.nn.pipeline_part import Done, Order, PipelinePart, build_stages, call_part, run_step
-from nbdist.optim.local import ask_all
+from nbdist.nn.pipeline_part import Done, Order, build_stages, run_step
+from nbdist.optim.local import Distributed, ask_all
 from nbdist.optim.saving import differing
 from nbdist.rpc.agent import Agent
 from nbdist.rpc.calls.collecting import Collection
 from nbdist.rpc.failures import text_of_error
 from nbdist.rpc.futures import Future
 from nbdist.rpc.latch import Latch
-from nbdist.rpc.references.rref import RRef
 from nbdist.rpc.world.clocks import offset
 
 _ABANDON_SECONDS = 5.0  # for each worker to confirm that it has abandoned a failed step
 
 
-class PipelineParts:
+class PipelineParts(Distributed):
     """The parts of a pipeline: makes a `PipelinePart` on each worker, and calls all of them at once.
 
     Every method that calls them raises NotInitialized once the world of the pipeline has ended, the error of a part,
@@ -42,11 +41,10 @@ class PipelineParts:
         self._offsets: list[float] | None = None
         self._uid = secrets.token_hex(8)
         where = [names[stage % len(names)] for stage in range(len(stages))]
-        shares = _by_worker(dict(enumerate(stages)), len(names))
         calls = {}
-        for (name, device), own in zip(devices.items(), shares, strict=True):
-            calls[name] = self._uid, own, where, agent.me.name, device, prefixed, options
-        self._references: list[RRef[PipelinePart]] = list(ask_all(build_stages, calls).values())
+        for name, own in self._by_worker(dict(enumerate(stages))).items():
+            calls[name] = self._uid, own, where, agent.me.name, devices[name], prefixed, options
+        super().__init__(list(ask_all(build_stages, calls).values()))
 
     def run(
         self,
@@ -62,7 +60,7 @@ class PipelineParts:
         outcome.on_interrupt = lambda: self._abandon(step, context_id, "it was interrupted")
         answers: list[Future[Done]] = []
         try:
-            for name, rref, order in zip(self.names, self._references, orders, strict=True):
+            for (name, rref), order in zip(self._parts.items(), orders, strict=True):
                 # Without a time limit: a step takes as long as it takes.
                 answers.append(agent.call(name, run_step, rref, *order, timeout=0))
             Collection(answers, outcome)
@@ -92,21 +90,19 @@ class PipelineParts:
         self._offsets = self._offsets or [offset(agent.me, agent.find(name), agent.ask) for name in self.names]
         return self._offsets
 
-    def call_all(self, method: str, *args: Any) -> list[Any]:
+    def call_all(self, method: str, *args: Any) -> dict[str, Any]:
         """Call a method of each worker's `PipelinePart` at once, as `ask_all` does; return the answers by worker."""
         self.check_open()
-        calls = {rref.owner_name(): (rref, method, *args) for rref in self._references}
-        return list(ask_all(call_part, calls).values())
+        return super().call_all(method, *args)
 
     def call_by_stage(self, method: str, by_stage: Mapping[int, Any], *args: Any) -> None:
         """Call a method of each worker's `PipelinePart` with ``args`` and the values ``by_stage`` of its own stages."""
         self.check_open()
-        shares = zip(self._references, _by_worker(by_stage, len(self.names)), strict=True)
-        ask_all(call_part, {rref.owner_name(): (rref, method, *args, own) for rref, own in shares})
+        self.give_all(method, self._by_worker(by_stage), *args)
 
     def gather(self, method: str) -> dict[int, Any]:
         """Call a method of each worker's `PipelinePart` that returns a dict by stage; return the dicts' union."""
-        return {stage: value for part in self.call_all(method) for stage, value in part.items()}
+        return {stage: value for part in self.call_all(method).values() for stage, value in part.items()}
 
     def load_model(self, state: Mapping[str, Any]) -> None:
         """Load the state of a model into the stages, after a check of all names and shapes."""
@@ -138,8 +134,9 @@ class PipelineParts:
                 told.append(part.begin("abandon", *args, timeout=_ABANDON_SECONDS))
         return told
 
-
-def _by_worker(by_stage: Mapping[int, Any], workers: int) -> list[dict[int, Any]]:
-    """Return, for each worker, the values of the stages that live there, by stage number."""
-    items = by_stage.items()
-    return [{stage: value for stage, value in items if stage % workers == worker} for worker in range(workers)]
+    def _by_worker(self, by_stage: Mapping[int, Any]) -> dict[str, dict[int, Any]]:
+        """Return, for each worker, the values of the stages that live there, by stage number."""
+        shares: dict[str, dict[int, Any]] = {name: {} for name in self.names}
+        for stage, value in by_stage.items():
+            shares[self.names[stage % len(self.names)]][stage] = value
+        return shares

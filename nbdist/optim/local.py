@@ -114,7 +114,7 @@ def on_cpu(value: Any) -> Any:
 
 
 def call_local(rref: RRef[Any], method: str, *args: Any) -> Any:
-    """Call a method of the optimizer or scheduler to which ``rref`` refers; runs on the owner."""
+    """Call a method of a local object of a `Distributed`, to which ``rref`` refers; runs on the owner."""
     return getattr(rref.local_value(), method)(*args)
 
 
@@ -128,9 +128,9 @@ class Distributed:
         """Call a method on all local objects at once, and return the results by worker name, as `ask_all` does."""
         return ask_all(call_local, {name: (rref, method, *args) for name, rref in self._parts.items()})
 
-    def give_all(self, method: str, values: Mapping[str, Any]) -> None:
-        """Call ``method(value)`` on all local objects at once, each with its worker's value; see `ask_all`."""
-        ask_all(call_local, {name: (rref, method, values[name]) for name, rref in self._parts.items()})
+    def give_all(self, method: str, values: Mapping[str, Any], *args: Any) -> None:
+        """Call ``method(*args, value)`` on all local objects at once, each with its worker's value; see `ask_all`."""
+        ask_all(call_local, {name: (rref, method, *args, values[name]) for name, rref in self._parts.items()})
 
 
 def by_owner(rrefs: Sequence[RRef[Any]]) -> dict[str, list[RRef[Any]]]:

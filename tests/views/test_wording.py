@@ -1,6 +1,7 @@
 """What a timeline calls the work of a worker."""
 
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -45,9 +46,11 @@ def test_a_users_function_has_its_own_name(label, callee, told):
 
 
 def test_what_nbdist_calls_is_named_in_words():
+    part, optimizer = (SimpleNamespace(state=SimpleNamespace(qualname=of)) for of in ("PipelinePart", "LocalOptimizer"))
     every = [
         (pipeline_part.run_step, (None,), "a worker's share of a pipeline step"),
-        (pipeline_part.call_part, (None, "parameter_rrefs"), "pipeline: parameter rrefs"),
+        (local.call_local, (part, "parameter_rrefs"), "pipeline: parameter rrefs"),
+        (local.call_local, (optimizer, "state_dict"), "optimizer: state dict"),
         (local.new_local_optimizer, (torch.optim.SGD,), "make an optimizer (SGD)"),
     ]
     for function, args, told in every:
@@ -66,7 +69,7 @@ def test_what_nbdist_calls_is_named_in_words():
 def test_what_has_no_words_or_other_arguments_than_they_were_made_for_is_nbdists_own_work():
     for function in (pipeline_part.shapes_of, local.by_owner):
         assert name_call(display_name(function), function, ()) == ("own", "nbdist's own work")
-    assert name_call("call_part", pipeline_part.call_part, ()) == ("own", "nbdist's own work")
+    assert name_call("call_local", local.call_local, ()) == ("own", "nbdist's own work")
 
 
 def test_what_only_looks_is_not_shown():

@@ -105,7 +105,6 @@ def _task(function: Any, args: Sequence[Any], *_: Any) -> tuple[str, str]:
 _WORDS: Mapping[str, str | Callable[..., tuple[str, str]]] = {
     "nn.pipeline_part:build_stages": "build a pipeline's stages",
     "nn.pipeline_part:run_step": "a worker's share of a pipeline step",
-    "nn.pipeline_part:call_part": lambda _, method, *more: ("own", f"pipeline: {_with_spaces(method)}"),
     "nn.remote_module:create": lambda cls, *_: ("call", f"RemoteModule({display_name(cls)})"),
     "nn.remote_module:run": lambda rref, *_: ("call", f"{_class_of(rref)}.forward"),
     "nn.remote_module:parameters": lambda rref, *_: ("call", f"{_class_of(rref)}.parameters"),
@@ -116,7 +115,7 @@ _WORDS: Mapping[str, str | Callable[..., tuple[str, str]]] = {
     "optim.local:new_local_optimizer": lambda cls, *_: ("own", f"make an optimizer ({display_name(cls)})"),
     "optim.local:call_local": lambda rref, method, *_: (
         "own",
-        f"{_class_of(rref).removeprefix('Local').lower()}: {_with_spaces(method)}",
+        f"{_class_of(rref).removeprefix('Local').removesuffix('Part').lower()}: {_with_spaces(method)}",
     ),
     "optim.clipping:local_norms": "norms of gradients",
     "optim.clipping:scale_local": "clip gradients",
