@@ -41,22 +41,14 @@ class ContextId(int):
         tensor([3., 3.])
     """
 
-    def backward(
-        self,
-        roots: torch.Tensor | Sequence[torch.Tensor],
-        retain_graph: bool = False,
-        mode: Mode = "smart",
-        *,
-        grad_tensors: torch.Tensor | Sequence[torch.Tensor | None] | None = None,
-        accumulate: bool = False,
-    ) -> None:
+    def backward(self, *arguments: Any, **options: Any) -> None:
         """Run a backward pass in this context; the arguments are those of `nbdist.autograd.backward`.
 
         Returns when the gradients are in the context on every worker, or with ``accumulate`` in the leaves' ``.grad``.
         Raises UsageError or TypeError for wrong arguments or after the end of the context, and else the error of the
         pass, such as WorkerLost.
         """
-        backward(int(self), roots, retain_graph, mode, grad_tensors=grad_tensors, accumulate=accumulate)
+        backward(int(self), *arguments, **options)
 
     def backward_async(self, *arguments: Any, **options: Any) -> Handle:
         """Begin a backward pass in this context, as `nbdist.autograd.backward_async` does, and return its handle.
@@ -282,7 +274,7 @@ def _prepare(
 
 
 _signature = inspect.signature(_prepare).replace(return_annotation=None)
-for _function in (backward, backward_async):
+for _function in (backward, backward_async, ContextId.backward, ContextId.backward_async):
     setattr(_function, "__signature__", _signature)  # noqa: B010 - what Shift-Tab shows; mypy knows no such attribute
 
 
@@ -308,9 +300,7 @@ def check_tensors(roots: Any) -> list[torch.Tensor]:
     return list(roots)
 
 
-def _check_roots(
-    roots: Any, grad_tensors: torch.Tensor | Sequence[torch.Tensor | None] | None
-) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+def _check_roots(roots: Any, grad_tensors: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Return the roots as a list, and a gradient for each: the given one, or ones for a root of one element."""
     roots = check_tensors(roots)
     given = [grad_tensors] if isinstance(grad_tensors, torch.Tensor) else list(grad_tensors or [None] * len(roots))
