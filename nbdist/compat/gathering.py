@@ -165,26 +165,17 @@ def fail_gathering(names: Sequence[str], number: int, worker_name: str, error: N
     with _lock:
         gathering = _find_round(_sequence_id(names, number))
     if gathering is not None and gathering.fail(error, on_leader=agent.me.name == names[0]):
-        _tell_failed(agent, names, number, error, but=worker_name)
+        near = [name for name in tree_place(names, agent.me.name).neighbours if name != worker_name]
+        _tell_failed(near, names, number, agent.me.name, error)
 
 
-def _tell_failed(
-    agent: Agent,
-    names: Sequence[str],
-    number: int,
-    error: NbdistError,
-    *,
-    but: str | None = None,
-    to_leader: bool = False,
-) -> None:
-    """Tell the neighbours, except ``but``, that a round has failed; or the leader, which tells all. Does not wait."""
+def _tell_failed(to: Sequence[str], names: Sequence[str], number: int, teller: str, error: NbdistError) -> None:
+    """Tell members that a round has failed; they tell their neighbours, except the ``teller``. Does not wait."""
+    agent = api.current_agent()
     plain = type(error)(str(error))  # without frames, notes and causes, which do not concern other members
-    # Without a teller: the leader must not skip this member, whose own round has not failed yet.
-    teller = "" if to_leader else agent.me.name
-    for name in [names[0]] if to_leader else tree_place(names, agent.me.name).neighbours:
-        if name != but:
-            with contextlib.suppress(NbdistError):  # if this member is lost, nobody must tell it
-                agent.call(name, fail_gathering, list(names), number, teller, plain, timeout=_TOLD_WITHIN)
+    for name in to:
+        with contextlib.suppress(NbdistError):  # if this member is lost, nobody must tell it
+            agent.call(name, fail_gathering, list(names), number, teller, plain, timeout=_TOLD_WITHIN)
 
 
 def all_gather(obj: Any, worker_names: Collection[str] | None, timeout: float) -> dict[str, Any]:
@@ -222,7 +213,7 @@ def all_gather(obj: Any, worker_names: Collection[str] | None, timeout: float) -
             return wait.until(gathering.whole)
     except (WorkerLost, UnknownWorker) as error:
         if gathering.fail(error, on_leader=me == names[0]):  # False if another member has told this one and the others
-            _tell_failed(agent, names, number, error)
+            _tell_failed(place.neighbours, names, number, me, error)
         raise
     except (KeyboardInterrupt, RpcTimeout) as error:
         # Those below and above would wait for ever: nothing goes past this member, which has not all objects below it.
@@ -230,7 +221,7 @@ def all_gather(obj: Any, worker_names: Collection[str] | None, timeout: float) -
         if place.children and is_own and not gathering.collected.done():
             left = error if isinstance(error, RpcTimeout) else Interrupted(f"{me} was interrupted in _all_gather")
             if gathering.fail(left, on_leader=me == names[0]):
-                _tell_failed(agent, names, number, left)
+                _tell_failed(place.neighbours, names, number, me, left)
         raise
     finally:
         with _lock:
@@ -273,7 +264,8 @@ class _Wait:
                 self._looks += 1
                 if self._looks == _LOOKS_UNTIL_REPORT:
                     error = WorkerLost(f"{name} {why}")
-                    _tell_failed(self._agent, self._names, self._number, error, to_leader=True)
+                    # Without a teller: the leader must not skip this member, whose own round has not failed yet.
+                    _tell_failed(self._names[:1], self._names, self._number, "", error)
                 return
 
 
