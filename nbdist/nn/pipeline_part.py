@@ -51,7 +51,7 @@ from nbdist.nn.randomness import random_state, restore_random_state
 from nbdist.nn.schedules import KINDS, Op, OpTimes, goes_to
 from nbdist.nn.shared_inputs import SharedInputs, enter
 from nbdist.nn.stage import Stage, shapes_of
-from nbdist.nn.watched import WatchedShare
+from nbdist.nn.watched import Look, WatchedShare
 from nbdist.optim.local import on_cpu
 from nbdist.optim.parameters import name_parameter
 from nbdist.rpc.api import current_agent
@@ -62,9 +62,6 @@ from nbdist.wire.messages import Record
 
 # Finished steps to remember, to drop their late deliveries. No delivery arrives as late as this.
 _STEPS_REMEMBERED = 1000
-# A function that takes the values that an operation has computed, so that a watcher can look for NaN in them.
-Look = Callable[[Sequence[Any]], None]
-
 _NOT_WATCHED: AbstractContextManager[Look] = nullcontext(lambda made: None)
 
 

@@ -37,6 +37,9 @@ from nbdist.nn.inbox import Inbox
 from nbdist.nn.schedules import KINDS, Op, Table, goes_to, what_it_needs
 from nbdist.rpc.failures import text_of_error
 
+# A function that takes the values that an operation has computed, so that a watcher can look for NaN in them.
+Look = Callable[[Sequence[Any]], None]
+
 
 def plan_of_step(context_id: int, table: Table, workers: Sequence[str], stages: int) -> Plan:
     """Return a step of a pipeline as the plan of a pass, which views can draw: operations are nodes."""
@@ -128,17 +131,17 @@ class WatchedShare:
         self._observer.flush()  # at once, so that a view shows the wait
 
     @contextmanager
-    def doing(
-        self, op: Op, given: Sequence[Any], device: torch.device | None = None
-    ) -> Iterator[Callable[[Sequence[Any]], None]]:
+    def doing(self, op: Op, given: Sequence[Any], device: torch.device) -> Iterator[Look]:
         """Report the operation that the block runs; halt before the block if the watcher says so."""
         if any(self._places[needed.stage] != self._me for needed in what_it_needs(op, self._stages)):
             self._observer.note("arrived", message=_message_number(op, self._stages))
         known = tuple(each for each in given if isinstance(each, torch.Tensor))
         gradients = known if op.kind == "B" else ()
         number = self._numbers[op]
+        after = goes_to(op, self._stages)
+        sends = after is not None and self._places[after.stage] != self._me
         try:
-            self._observer.come_to(number, _name(op), gradients, sends=self._sends_output(op))
+            self._observer.come_to(number, _name(op), gradients, sends=sends)
         except Stopped:
             self._inbox.check()  # raises the error that stopped the step, which says more
             raise
@@ -174,11 +177,6 @@ class WatchedShare:
         for node in region.nodes - set(region.leaves):  # a leaf's node outlives the step, and the hook would, too
             if all(is_finite(saved.tensor) and not saved.packed for saved in saved_by(node)):
                 type(node).register_hook(node, after)
-
-    def _sends_output(self, op: Op) -> bool:
-        """Return whether an operation's output goes to another worker."""
-        after = goes_to(op, self._stages)
-        return after is not None and self._places[after.stage] != self._me
 
 
 def _numbers_in(values: Sequence[Any]) -> tuple[torch.Tensor, ...]:
