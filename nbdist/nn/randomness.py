@@ -38,18 +38,11 @@ def seed_of(seed: int, step: int, stage: int, micro_batch: int) -> int:
 @contextmanager
 def seeded(number: int, device: torch.device) -> Iterator[None]:
     """Seed torch's generators, of the CPU and of ``device``, for the time of the block, then restore them."""
-    generators = [torch.default_generator]
-    if device.type == "cuda":
-        generators.append(_generator_of(device))
-    with _alone():
-        states = [generator.get_state() for generator in generators]
-        try:
-            for generator in generators:
-                generator.manual_seed(number)
-            yield
-        finally:
-            for generator, state in zip(generators, states, strict=True):
-                generator.set_state(state)
+    gpus = [torch.device("cuda", device.index or 0)] if device.type == "cuda" else []
+    with _alone(), torch.random.fork_rng(gpus):
+        for generator in (torch.default_generator, *map(_generator_of, gpus)):
+            generator.manual_seed(number)
+        yield
 
 
 def random_state(device: torch.device = _CPU) -> dict[str, Any]:
