@@ -15,13 +15,13 @@ No key depends on the worker on which the parameter lives, so a saved state fits
 
 from __future__ import annotations
 
-import weakref
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from nbdist.errors import UsageError
 from nbdist.rpc.references.rref import RRef
@@ -139,23 +139,15 @@ def keys_of(given: Sequence[str | None], known: Sequence[str | None]) -> list[Ke
 
 # --- on the owner ---------------------------------------------------------------------------------
 
-# Full names by the id of the parameter: tensors compare element by element, so they cannot be keys of a dict.
-_names: dict[int, tuple[weakref.ref[torch.Tensor], str]] = {}
+_names: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # the full names of parameters that are alive
 
 
 def name_parameter(parameter: torch.Tensor, name: str) -> None:
     """Remember the full name of a parameter of this process until the parameter dies; a pipeline's stage calls this."""
-    key = id(parameter)
-
-    def forget(dead: weakref.ref[torch.Tensor]) -> None:
-        # Another parameter may have the id by now, and a second call may have replaced the name.
-        if (found := _names.get(key)) is not None and found[0] is dead:
-            del _names[key]
-
-    _names[key] = weakref.ref(parameter, forget), name
+    _names[parameter] = name
 
 
-def name_of(parameter: Any) -> str | None:
+def name_of(parameter: torch.Tensor) -> str | None:
     """Return the full name of a parameter of this process, or None if it was not named."""
-    found = _names.get(id(parameter))
-    return found[1] if found is not None and found[0]() is parameter else None
+    name: str | None = _names.get(parameter)
+    return name
