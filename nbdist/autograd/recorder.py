@@ -87,7 +87,7 @@ class Recorder:
         self.passes = Passes(transport, self.contexts, self.freeze)
         self._agent = agent
         self._warned: set[tuple[str, int]] = set()  # places in the user's code, as (file, line)
-        self._watchers: list[tuple[Callable[[Context], None], Callable[[], bool]]] = []  # given to `when_opened`
+        self._watchers: dict[tuple[Callable[[Context], None], Callable[[], bool]], None] = {}  # of `when_opened`
         agent.on_lost(self._on_lost)
         agent.at_close(self._close)
         passes, observing = self.passes, self.passes.observing
@@ -134,20 +134,14 @@ class Recorder:
             raise
         return context
 
-    def when_opened(self, then: Callable[[Context], None], wants: Callable[[], bool]) -> Callable[[], None]:
+    def when_opened(self, then: Callable[[Context], None], wants: Callable[[], bool]) -> Callable[[], object]:
         """Call ``then`` with the contexts that are opened here from now on; return a function that ends that.
 
         The thread that opens a context first calls ``wants()``. If that returns True, lines are noted in the context,
         and the thread calls ``then``. An error of ``then`` closes the context and is raised by `open`.
         """
-        watcher = (then, wants)
-        self._watchers.append(watcher)
-
-        def forget() -> None:
-            if watcher in self._watchers:
-                self._watchers.remove(watcher)
-
-        return forget
+        self._watchers[then, wants] = None
+        return partial(self._watchers.pop, (then, wants), None)
 
     def close(self, context: Context) -> None:
         """End a context on all workers; call it on the maker, which alone knows all of them. Passes that run fail."""

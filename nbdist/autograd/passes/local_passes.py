@@ -12,6 +12,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 from nbdist.autograd.graph.edges import GraphEdge
@@ -32,22 +33,16 @@ class LocalPasses:
 
     def __init__(self) -> None:
         self._thread = _PerThread()
-        self._followers: list[tuple[Look, Callable[[], bool]]] = []
+        self._followers: dict[tuple[Look, Callable[[], bool]], None] = {}  # in order
         self._cell = ExitStack()  # of the main thread
 
-    def follow(self, look: Look, wants_lines: Callable[[], bool]) -> Callable[[], None]:
+    def follow(self, look: Look, wants_lines: Callable[[], bool]) -> Callable[[], object]:
         """Have each local pass run in the block that ``look(roots)`` returns, unless None; return what ends that.
 
         ``wants_lines()`` tells whether it would watch a pass of what is computed now.
         """
-        follower = look, wants_lines
-        self._followers.append(follower)
-
-        def forget() -> None:
-            if follower in self._followers:
-                self._followers.remove(follower)
-
-        return forget
+        self._followers[look, wants_lines] = None
+        return partial(self._followers.pop, (look, wants_lines), None)
 
     def around(self, roots: Sequence[Any], edge_of: Callable[[Any], GraphEdge]) -> AbstractContextManager[None]:
         """Return the block in which a local pass from these roots runs."""
@@ -89,7 +84,7 @@ class LocalPasses:
         return noted(wanted=self._wants_lines) if self._followers else nullcontext()
 
     def _wants_lines(self) -> bool:
-        return any(wants() for _, wants in self._followers)
+        return any(wants() for _, wants in list(self._followers))
 
     def cell_begins(self, *_: object) -> None:
         """Note lines in the main thread from now on, if somebody watches. A worker's shell calls this."""

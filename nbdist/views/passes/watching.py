@@ -115,7 +115,7 @@ class Watcher:
         self._own = threading.get_ident() if given is None else 0
         self._given = given  # the user's own watch, if this watcher was made for one
         self._recorder = api.recorder()
-        self._forget: Callable[[], None] = lambda: None
+        self._forget: Callable[[], object] = lambda: None
         self._scouts: Scouts | None = None
         self._local: LocalScout | None = None
         self._joint: dict[int, JointPass] = {}  # by number
