@@ -31,6 +31,7 @@ import torch
 from nbdist.amounts import size
 from nbdist.errors import NbdistError
 from nbdist.gpus import order, pinned
+from nbdist.gpus.pinned import PinnedLane
 from nbdist.large_memory import with_large_pages
 
 # Bytes of one buffer: the processor copies them in about 0.4 ms, and asking the GPU for a copy takes about 0.02 ms.
@@ -54,20 +55,20 @@ class CopyLanes:
                                             └── collected, or `clear` of a free one ──> permit
     """
 
-    def __init__(self, make: type[pinned.PinnedLane] = pinned.PinnedLane) -> None:
+    def __init__(self, make: type[PinnedLane] = PinnedLane) -> None:
         self.refused = ""  # torch's words; empty if this process has pinned memory, or has not asked yet
         self.staged = 0  # bytes that went through lanes; not exact if several threads copy at once
         self._make = make
         self._failures = 0  # copies that have failed since the last one that did not
         self._permits = deque(range(_MOST_LANES))
-        self._free: deque[pinned.PinnedLane] = deque()
+        self._free: deque[PinnedLane] = deque()
 
     @property
     def pinned(self) -> int:
         """The bytes of pinned memory that lanes hold."""
         return (_MOST_LANES - len(self._permits)) * STAGED_BYTES
 
-    def take(self) -> pinned.PinnedLane | None:
+    def take(self) -> PinnedLane | None:
         """Return a lane that nobody uses; None if there are as many as there may be, or the system refuses one.
 
         After the first refusal, this process asks for no pinned memory any more.
@@ -95,7 +96,7 @@ class CopyLanes:
             self.refuse(error)
             return None
 
-    def put_back(self, lane: pinned.PinnedLane) -> None:
+    def put_back(self, lane: PinnedLane) -> None:
         """Take back a lane after a copy, none of whose steps is under way."""
         self._failures = 0
         self._free.append(lane)
@@ -208,7 +209,7 @@ def _comes_from_torch(error: Exception) -> bool:
     return bool(frames) and str(frames[-1].f_globals.get("__name__")).startswith(("torch.", "nbdist.gpus."))
 
 
-def _carry_out(lane: pinned.PinnedLane, steps: _Steps, on_gpu: torch.Tensor, on_host: torch.Tensor) -> None:
+def _carry_out(lane: PinnedLane, steps: _Steps, on_gpu: torch.Tensor, on_host: torch.Tensor) -> None:
     """Carry out the steps of a copy; those of `order.to_gpu` may leave the last copies under way."""
     leaves_gpu = steps is order.from_gpu
     for act, buffer, start, end in steps(on_gpu.numel(), CHUNK_BYTES):
