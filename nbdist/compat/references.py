@@ -9,7 +9,7 @@ import functools
 import threading
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
@@ -17,14 +17,12 @@ from nbdist import durations
 from nbdist.compat import words
 from nbdist.errors import RRefError, UsageError
 from nbdist.rpc import api
+from nbdist.rpc.agent import Agent
 from nbdist.rpc.futures import Future
 from nbdist.rpc.options import UNSET_RPC_TIMEOUT
 from nbdist.rpc.references.rref import Proxy, RRef
 from nbdist.wire.messages import ChildAccept, Fork
 from nbdist.wire.pickling.registered import register_reducer
-
-if TYPE_CHECKING:
-    from nbdist.rpc.agent import Agent
 
 _UNKNOWN_RECEIVER = 0  # who will read a plain pickle; no agent has this incarnation
 _POLL = 0.005  # seconds
@@ -35,8 +33,7 @@ def extend() -> None:
     """Add torch's private methods to the class RRef, and make its public methods raise torch's errors. Once."""
     methods: tuple[Any, ...] = _get_type, _serialize, staticmethod(_deserialize)
     for method in methods:
-        if method.__name__ not in vars(RRef):
-            setattr(RRef, method.__name__, method)
+        setattr(RRef, method.__name__, method)
     for name, way in {"rpc_sync": "method_sync", "rpc_async": "method_async", "remote": "method_remote"}.items():
         setattr(RRef, name, _stand_in(getattr(RRef, name), way))
     for name in ("to_here", "local_value", "backward"):

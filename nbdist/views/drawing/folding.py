@@ -20,13 +20,10 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
 
 from nbdist.autograd.graph.events import Key
+from nbdist.autograd.graph.traces import Edge, NodeInfo, Trace
 from nbdist.cluster.output.arranger import grouped
-
-if TYPE_CHECKING:
-    from nbdist.autograd.graph.traces import Edge, NodeInfo, Trace
 
 TIMES = "\N{MULTIPLICATION SIGN}"
 _MOST_NODES = 150  # with up to this many, each node has its own box; in a step of a pipeline, with twice as many

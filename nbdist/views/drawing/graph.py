@@ -12,18 +12,15 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
-from typing import TYPE_CHECKING
 
 from nbdist.amounts import counted
 from nbdist.autograd.graph.events import Key
+from nbdist.autograd.graph.traces import Edge, Plan, Trace
 from nbdist.views.drawing import pictures
 from nbdist.views.drawing.columns import BOX
 from nbdist.views.drawing.folding import TIMES, Box, Diagram, DrawnLine, diagram_of, name_of, nodes_of
 from nbdist.views.drawing.layout import Layout, NodePlace, Point, lay_out
 from nbdist.views.drawing.mirrored import mirrored
-
-if TYPE_CHECKING:
-    from nbdist.autograd.graph.traces import Edge, Plan, Trace
 
 WIDEST = 880  # the largest width of a picture, in pixels; a wider graph continues in another row of lanes below
 _NARROWEST = 420  # the smallest one, which leaves room for the legend

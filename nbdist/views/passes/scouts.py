@@ -27,7 +27,7 @@ import weakref
 from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from nbdist.autograd import api
 from nbdist.autograd.graph import messages
@@ -44,25 +44,23 @@ from nbdist.views.passes.local_scout import LocalScout
 from nbdist.views.passes.pace import Pace
 from nbdist.wire.messages import Record
 
-if TYPE_CHECKING:
-
-    class WatcherLike(Protocol):
-        """The methods of a `Watcher` that scouts need."""
-
-        def look_at(self, context: Context, opened: int) -> Watching | None:
-            """Watch a context that another worker has opened as its ``opened``-th; return None to refuse."""
-
-        def plan(self, context_id: int, root: int, plan: Plan) -> None:
-            """Store the plan of a pass that is about to begin on the worker with the incarnation ``root``."""
-
-        def forget(self, worker: int) -> None:
-            """End the shares of local passes on a lost worker."""
-
-
 _ANSWER_SECONDS = 2.0  # a worker or a context for which no answer comes in time is not watched
 
 _log = logging.getLogger("nbdist.views")
 _numbers = itertools.count(1)
+
+
+class WatcherLike(Protocol):
+    """The methods of a `Watcher` that scouts need."""
+
+    def look_at(self, context: Context, opened: int) -> Watching | None:
+        """Watch a context that another worker has opened as its ``opened``-th; return None to refuse."""
+
+    def plan(self, context_id: int, root: int, plan: Plan) -> None:
+        """Store the plan of a pass that is about to begin on the worker with the incarnation ``root``."""
+
+    def forget(self, worker: int) -> None:
+        """End the shares of local passes on a lost worker."""
 
 
 class Scouts:

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING
 
 from nbdist.channel import machine
+from nbdist.cluster.cluster import Cluster
 from nbdist.cluster.output.arranger import grouped, say_names
 from nbdist.cluster.processes.setup import AUTO
 from nbdist.cluster.worker import gpu
 from nbdist.errors import NbdistError
-
-if TYPE_CHECKING:
-    from nbdist.cluster.cluster import Cluster
 
 
 def remarks_on_start(cluster: Cluster) -> list[str]:
