@@ -85,24 +85,21 @@ class Observing:
 
     def on_observed(self, message: messages.Observed, sender: int) -> None:
         """On the watcher: give a batch of events of the worker ``sender`` to the watch of the pass, if it is known."""
-        watch = self._find(message.context, message.watch)
-        if watch is not None:
-            watch.on_observed(message, sender)
-            self._forget_complete(watch)
+        self._tell_watch(message, lambda watch: watch.on_observed(message, sender))
 
     def on_over(self, message: messages.Over) -> None:
         """On the watcher: tell the watch, if it is known here, that a pass has ended."""
-        watch = self._find(message.context, message.watch)
-        if watch is not None:
-            watch.on_over(message)
-            self._forget_complete(watch)
+        self._tell_watch(message, lambda watch: watch.on_over(message))
 
-    def _find(self, context_id: int, id: int) -> Watch | None:
-        """Return a watch of this worker, open or closed but incomplete, or None."""
-        context = self._contexts.find(context_id)
-        if context is not None and context.watch is not None and context.watch.id == id:
-            return context.watch
-        return self._awaiting.get((context_id, id))
+    def _tell_watch(self, message: messages.Observed | messages.Over, tell: Callable[[Watch], None]) -> None:
+        """Call ``tell`` with the watch of a message, if it is one of this worker: open, or closed but incomplete."""
+        context = self._contexts.find(message.context)
+        watch = context.watch if context is not None else None
+        if watch is None or watch.id != message.watch:
+            watch = self._awaiting.get((message.context, message.watch))
+        if watch is not None:
+            tell(watch)
+            self._forget_complete(watch)
 
     def _forget_complete(self, watch: Watch) -> None:
         if watch.complete:
