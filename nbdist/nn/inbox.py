@@ -60,9 +60,8 @@ class Inbox:
         """Wait for an operation's input, remove and return it. Raises the step's error if the step has failed."""
         with self._changed:
             if op not in self._things and self._failure is None:
-                with blocking_wait():
-                    while op not in self._things and self._failure is None:
-                        self._changed.wait()  # without a limit: a step ends by its inputs or by `fail`
+                with blocking_wait():  # without a limit: a step ends by its inputs or by `fail`
+                    self._changed.wait_for(lambda: op in self._things or self._failure is not None)
             self.check()
             return self._things.pop(op)
 

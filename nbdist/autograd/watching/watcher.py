@@ -239,8 +239,7 @@ class Watch:
         with blocking_wait(), self._changed:
             self._reached = None
             self._steer(until=how, worker=worker, node=node)
-            while self._reached is None and not self.closed and not self.complete:
-                self._changed.wait()
+            self._changed.wait_for(lambda: self._reached is not None or self.closed or self.complete)
             return self._reached
 
     def step(self, count: int = 1, worker: str | None = None) -> list[Event]:
