@@ -81,10 +81,9 @@ class LocalPasses:
 
     def noted(self) -> AbstractContextManager[None]:
         """Return a block in which the calling thread notes lines, while somebody wants them."""
-        return noted(wanted=self._wants_lines) if self._followers else nullcontext()
-
-    def _wants_lines(self) -> bool:
-        return any(wants() for _, wants in list(self._followers))
+        if not self._followers:
+            return nullcontext()
+        return noted(wanted=lambda: any(wants() for _, wants in list(self._followers)))
 
     def cell_begins(self, *_: object) -> None:
         """Note lines in the main thread from now on, if somebody watches. A worker's shell calls this."""

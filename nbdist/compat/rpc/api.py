@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from nbdist.compat import gathering, references, words
-from nbdist.compat.agents import RpcAgent, agent_of_torch
+from nbdist.compat.agents import agent_of_torch
 from nbdist.compat.rpc.constants import DEFAULT_SHUTDOWN_TIMEOUT, UNSET_RPC_TIMEOUT
 from nbdist.errors import NbdistError, UsageError
 from nbdist.rpc import api as rpc
@@ -34,6 +34,7 @@ _PRACTICALLY_NO_WAIT = 1e-9  # seconds; 0 is refused, and the last round of `shu
 _thread_local_var = threading.local()
 
 _is_current_rpc_agent_set = rpc.is_initialized
+_get_current_rpc_agent = agent_of_torch
 
 
 # -- calls --------------------------------------------------------------------------------------
@@ -93,10 +94,6 @@ def _wait_all() -> Iterator[None]:
 
 
 # -- the current agent --------------------------------------------------------------------------
-
-
-def _get_current_rpc_agent() -> RpcAgent:
-    return agent_of_torch()
 
 
 def _set_and_start_rpc_agent(agent: Any) -> None:

@@ -45,7 +45,7 @@ class LocalScout:
         self._lock = threading.Lock()
         self._ended = False
         self.owners = Owners()
-        self._forget_passes = local_passes.follow(self._look, self._wants_lines)
+        self._forget_passes = local_passes.follow(self._look, lambda: self._is_watched(self._count + 1))
         self.hold(held)
 
     def hold(self, held: bool) -> None:
@@ -65,9 +65,6 @@ class LocalScout:
     def watch(self, number: int) -> None:
         """Watch the pass with this number, too."""
         self._next = max(self._next, number)
-
-    def _wants_lines(self) -> bool:
-        return self._is_watched(self._count + 1)
 
     def _is_watched(self, number: int) -> bool:
         return self._held or number == self._next or number <= FIRST

@@ -574,12 +574,9 @@ class Watcher:
 
     def _drop_oldest(self) -> None:
         """Drop the oldest joint pass that is over, if there are too many; the caller holds the lock."""
-        kept = self._joint if len(self._joint) >= PASSES_KEPT else {}
-        number = next(
-            (number for number, each in kept.items() if not each.running and each.watch is not self._watch), 0
-        )
-        if number:
-            self._recorder.close(self._joint.pop(number).context)
+        over = [number for number, each in self._joint.items() if not each.running and each.watch is not self._watch]
+        if over and len(self._joint) >= PASSES_KEPT:
+            self._recorder.close(self._joint.pop(over[0]).context)
 
     def _names(self) -> list[str]:
         return [record.name for record in self._recorder.membership.members()]

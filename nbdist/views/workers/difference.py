@@ -26,19 +26,14 @@ class DiffTable:
     parts: int  # that were compared, such as the tensors of a state dict
     sharded: int  # parts of which workers hold different shards
 
-    @property
-    def equal(self) -> bool:
-        """True if the value is the same on all workers."""
-        return not self.differing
-
     def __bool__(self) -> bool:
-        return self.equal
+        return not self.differing
 
     def _head(self) -> str:
         where = f"{len(self.workers)} workers" if len(self.workers) != 1 else self.workers[0]
         parts = f" ({self.parts} parts)" if self.parts > 1 else ""
         told = f"{self.name} is equal on {where}{parts}"
-        if not self.equal:
+        if self.differing:
             told = f"{self.name} differs: {self.differing} of {self.parts} parts"
             odd = {each.workers for each in self.differences}
             if len(self.workers) == 2:
@@ -56,7 +51,7 @@ class DiffTable:
         return "\n".join([self._head(), *(f"  {self.name}{path} on {who}: {told}" for path, who, told in self._rows())])
 
     def _repr_html_(self) -> str:
-        if self.equal:
+        if not self.differing:
             return themed(escape(self._head()))
         table = tables.as_html(("part", "worker", "difference"), self._rows())
         return themed(f"<div>{escape(self._head())}</div>", table)

@@ -16,11 +16,7 @@ from nbdist.trace import Steps
 def lines_below() -> Callable[[str], None]:
     """Return a function that prints its argument below the running cell, in any thread, even after the cell's end."""
     sink = current_sink()
-
-    def show(line: str) -> None:
-        sink.publish(stream_text("stdout", f"{line}\n"))
-
-    return show
+    return lambda line: sink.publish(stream_text("stdout", f"{line}\n"))
 
 
 class LiveText:
