@@ -50,8 +50,8 @@ def register(shell: Any) -> None:
     selves = shell.display_formatter.ipython_display_formatter
     printers: dict[type | str, tuple[Any, Any]] = {
         RRef: (_show, _live),
-        Watcher: (_show_watched, _live_watched),
-        Watch: (_show_watch, _live_watch),
+        Watcher: (_show_pass, _live_pass),
+        Watch: (_show_pass, _live_pass),
         Panel: (_show_panel, _live_panel),
         _SWARM: (_show_swarm, _live_swarm),
         **dict.fromkeys((list, tuple, dict), (_show_many, _live_many)),
@@ -105,17 +105,14 @@ def _show_many(value: list[Any] | tuple[Any, ...] | dict[Any, Any]) -> Any:
     return bundle_of_rows(rows_of(value).each(facts_of))
 
 
-def _show_watched(watcher: Watcher) -> Bundle:
+def _show_pass(handle: Watcher | Watch) -> Bundle:
+    watcher = _watcher_of(handle)
     if watcher.shown:  # the view is above: `%%watch` has displayed it before the cell ran
         return {"text/plain": f"<the pass above; {_HOW}>"}
-    return _picture_of_pass(watcher, watcher)
+    return _picture_of_pass(watcher, handle)
 
 
-def _show_watch(watch: Watch) -> Bundle:
-    return _picture_of_pass(_watcher_of(watch), watch)
-
-
-def _picture_of_pass(watcher: Watcher, handle: object) -> Bundle:
+def _picture_of_pass(watcher: Watcher, handle: Watcher | Watch) -> Bundle:
     found = watcher.backward
     told = report.as_html(found, watcher.told(), watcher.others()) if found is not None else escape(watcher.told())
     return {"text/plain": repr(handle), "text/html": told}
@@ -129,8 +126,10 @@ def _show_swarm(swarm: Swarm) -> Bundle:
     return {"text/plain": repr(swarm), "text/html": swarm_map.as_html(swarm_map.snapshot_of(swarm), lasting=True)}
 
 
-def _watcher_of(watch: Watch) -> Watcher:
-    watch.view = found = watch.view or Watcher.of(watch)
+def _watcher_of(handle: Watcher | Watch) -> Watcher:
+    if isinstance(handle, Watcher):
+        return handle
+    handle.view = found = handle.view or Watcher.of(handle)
     return found
 
 
@@ -176,18 +175,11 @@ def _live_many(value: list[Any] | tuple[Any, ...] | dict[Any, Any]) -> None:
     _part_with_cluster()
 
 
-def _live_watched(watcher: Watcher) -> None:
+def _live_pass(handle: Watcher | Watch) -> None:
+    """Show the live view of a pass, which is the same at each display until it becomes a picture."""
+    watcher = _watcher_of(handle)
     if watcher.shown:
         raise NotImplementedError
-    _live_pass(watcher, watcher)
-
-
-def _live_watch(watch: Watch) -> None:
-    _live_pass(_watcher_of(watch), watch)
-
-
-def _live_pass(watcher: Watcher, handle: object) -> None:
-    """Show the live view of a watcher, which is the same at each display until it becomes a picture."""
     sink = _sink()
     from nbdist.views.widgets.backward import BackwardView
 
