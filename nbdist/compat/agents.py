@@ -6,7 +6,6 @@ torch's private functions return the agent. Programs ask it for the workers, and
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -63,15 +62,9 @@ class TensorPipeAgent(RpcAgent):
     """Starts an agent of nbdist where a program starts torch's TensorPipe agent."""
 
     def __init__(
-        self,
-        store: Any,
-        name: str,
-        rank: int,
-        world_size: int | None,
-        options: RpcBackendOptions,
-        reverse_device_maps: Mapping[str, Any] | None = None,
-        devices: Sequence[Any] = (),
+        self, store: Any, name: str, rank: int, world_size: int | None, options: RpcBackendOptions, *_: Any, **__: Any
     ) -> None:
+        # Ignores torch's further arguments, ``reverse_device_maps`` and ``devices``.
         try:
             self._agent = api.initialize(name, rank, world_size or None, options, store=store)
         except UsageError as error:

@@ -37,15 +37,13 @@ class Pace:
     def begins(self, now: float) -> None:
         """Note that a step, watched or not, begins at ``now``, on a monotonic clock, and that the last one ends."""
         began, self._began = self._began, now
-        if began is None:
-            return
-        if not self._paying:
+        if began is not None and self._paying:
+            self._paid += now - began
+            self._paying -= 1
+            if not self._paying:
+                self._costs.append(self._paid)
+        elif began is not None:
             self._others.append(now - began)
-            return
-        self._paid += now - began
-        self._paying -= 1
-        if not self._paying:
-            self._costs.append(self._paid)
 
     def is_due(self, now: float) -> bool:
         """Return whether to watch the step that begins at ``now``. A caller that watches the step calls `looks`."""
