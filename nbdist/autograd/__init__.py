@@ -74,24 +74,7 @@ from nbdist.autograd.passes import pass_driver
 from nbdist.autograd.passes.pass_driver import UnusedOutputs
 from nbdist.autograd.watching.watcher import Watch
 
-__all__ = [
-    "Carried",
-    "ContextId",
-    "Event",
-    "Inherited",
-    "Pass",
-    "Plan",
-    "Trace",
-    "UnusedOutputs",
-    "Watch",
-    "backward",
-    "backward_async",
-    "context",
-    "get_gradients",
-    "open",
-    "plan",
-    "trace",
-    "watch",
-]
+__all__ = ["Carried", "ContextId", "Event", "Inherited", "Pass", "Plan", "Trace", "UnusedOutputs", "Watch"]
+__all__ += ["backward", "backward_async", "context", "get_gradients", "open", "plan", "trace", "watch"]
 
 pass_driver.plan_from = plan_from

@@ -19,14 +19,8 @@ from nbdist.compat.rpc.constants import DEFAULT_INIT_METHOD, DEFAULT_RPC_TIMEOUT
 from nbdist.errors import UsageError
 from nbdist.rpc.options import RpcBackendOptions
 
-__all__ = [
-    "BackendType",
-    "BackendValue",
-    "backend_registered",
-    "construct_rpc_backend_options",
-    "init_backend",
-    "register_backend",
-]
+__all__ = ["BackendType", "BackendValue"]
+__all__ += ["backend_registered", "construct_rpc_backend_options", "init_backend", "register_backend"]
 
 
 class BackendValue(NamedTuple):
