@@ -3,6 +3,7 @@
 import threading
 import time
 import traceback
+from functools import partial
 
 import pytest
 import torch
@@ -427,9 +428,9 @@ def test_a_local_pass_does_not_mix_with_a_paused_one(world):
 def test_an_error_of_a_view_fails_neither_pass_nor_step(world, caplog):
     x = leaf()
     with dist_autograd.context() as context_id, context_id.watch() as watch:
-        watch.on_begin = watch.on_step = lambda *_: 1 / 0
+        watch.on_plan = lambda _: 1 / 0
         context_id.backward((x * 2).sum())
-        watch.prepare_step(dist_autograd.plan(context_id, (x * 2).sum()))
+        watch.prepare(partial(dist_autograd.plan, context_id, (x * 2).sum()))
     assert caplog.text.count("ZeroDivisionError") == 2
 
 

@@ -15,14 +15,14 @@ The token of a mark or gradient message moves through the lists of a `Run` in th
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 
 import torch
 
 from nbdist.autograd.graph import messages
 from nbdist.autograd.graph.edges import GraphEdge, Node, Received, Sent
-from nbdist.autograd.graph.messages import Head, Mode, PassId, Token, Watching
+from nbdist.autograd.graph.messages import Head, PassId, Token, Watching
 from nbdist.autograd.graph.numbers import NodeNumbers
 from nbdist.autograd.graph.traces import Plan
 from nbdist.autograd.graph.walk import walk
@@ -65,10 +65,9 @@ class Context:
         self.watching: Watching | None = None  # passes that begin on this worker report to this watch
         self.watches_over: set[tuple[int, int]] = set()  # (watcher, number): the end may arrive before the begin
         self.watch: Watch | None = None  # the newest watch of the context that is on this worker itself
-        # Called before a step of a pipeline, or a backward pass with its mode and roots, begins on this worker, if
-        # another worker watches.
-        self.before_step: Callable[[Plan], None] | None = None
-        self.before_pass: Callable[[Mode, Sequence[GraphEdge]], None] | None = None
+        # Called before a backward pass, or a step of a pipeline, begins on this worker, with a function that makes its
+        # plan, if another worker watches.
+        self.before_pass: Callable[[Callable[[], Plan]], None] | None = None
         self.step_observers: dict[PassId, Observer] = {}  # of pipeline steps and local passes here
         self.lock = threading.Lock()
         self._gradients = GradientStore()

@@ -172,9 +172,9 @@ class Observing:
         """
         watch = context.watch if context.watch is not None and not context.watch.closed else None
         if watch is not None:
-            watch.prepare_step(plan)
-        elif context.before_step is not None:
-            context.before_step(plan)
+            watch.prepare(lambda: plan)
+        elif context.before_pass is not None:
+            context.before_pass(lambda: plan)
         watching = watch.watching if watch is not None else context.watching
         if watching is None:  # the watch has ended meanwhile
             return None

@@ -88,6 +88,11 @@ _log = logging.getLogger("nbdist.autograd")
 plan_from: Callable[[Context, Sequence[GraphEdge], Mode], Plan] | None = None
 
 
+def _plan(context: Context, starts: Sequence[GraphEdge], mode: Mode) -> Plan:
+    assert plan_from is not None
+    return plan_from(context, starts, mode)
+
+
 class UnusedOutputs(UsageError):
     """Raised by a FAST pass if a tensor that was sent in its context does not contribute to the roots.
 
@@ -141,9 +146,9 @@ class Passes:
         mode: Mode = "smart" if smart else "fast"
         watch = context.watch if context.watch is not None and not context.watch.closed else None
         if watch is not None:
-            watch.prepare(mode, roots.edges)
+            watch.prepare(partial(_plan, context, roots.edges, mode))
         elif context.before_pass is not None:
-            context.before_pass(mode, roots.edges)
+            context.before_pass(partial(_plan, context, roots.edges, mode))
         id = self.new_id()
         with context.lock:
             earlier = [other.number for other in context.runs if other.root == me] if context.runs else []
@@ -546,10 +551,9 @@ class Passes:
         name = self._transport.name_of
         named = [(name(worker), name(missing.peer), missing.function) for worker, missing in owed]
         with suppress(Exception):  # a worker does not answer; whatever it is, the pass must end
-            assert plan_from is not None
             # What is owed has too much and too little: all that only an unused message depends on, and nothing of a
             # worker that the pass has not reached. The plan asks all workers of the context.
-            unused = plan_from(run.context, run.part.root_edges, "fast").unused
+            unused = _plan(run.context, run.part.root_edges, "fast").unused
             named = [(edge.sender, edge.receiver, edge.function) for edge in unused] or named
         lines = [f"  what {sender} sent to {receiver} ({function})\n" for sender, receiver, function in named]
         error = UnusedOutputs(

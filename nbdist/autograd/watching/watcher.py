@@ -30,16 +30,15 @@ from __future__ import annotations
 import itertools
 import logging
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Literal
 
 import msgspec
 
 from nbdist.autograd.graph import messages
-from nbdist.autograd.graph.edges import GraphEdge
 from nbdist.autograd.graph.events import Event, Key, Pass, Share
-from nbdist.autograd.graph.messages import Control, Happening, Mode, PassId, Watching
+from nbdist.autograd.graph.messages import Control, Happening, PassId, Watching
 from nbdist.autograd.graph.traces import Plan
 from nbdist.autograd.graph.transport import Transport
 from nbdist.errors import UsageError
@@ -100,10 +99,10 @@ class Watch:
         self.closed = False
         """True if the watch has ended, by `close` or with its context."""
         self._changed = threading.Condition(threading.RLock())
-        self.on_begin: Callable[[Mode, Sequence[GraphEdge]], None] | None = None
-        """Called with the mode and the roots before a pass begins on this worker, by the thread that begins it."""
-        self.on_step: Callable[[Plan], None] | None = None
-        """Called with the plan before a step of a pipeline begins on this worker, by the thread that begins it."""
+        self.on_plan: Callable[[Callable[[], Plan]], None] | None = None
+        """Called before a pass, or a step of a pipeline, begins on this worker, by the thread that begins it.
+
+        The argument is a function that makes the plan."""
         self.on_news: Callable[[], None] | None = None
         """Called after something was seen, by any thread; it must not block."""
         self.view: Any = None
@@ -391,7 +390,7 @@ class Watch:
             self._changed.notify_all()
         self._ended(self)
         self._tell_news()
-        self.on_begin = self.on_step = None
+        self.on_plan = None
         if self.complete:
             self.on_news = None  # else more events are on their way, which the view shows
 
@@ -403,27 +402,17 @@ class Watch:
 
     # -- messages that arrive -----------------------------------------------------------------
 
-    def prepare(self, mode: Mode, roots: Sequence[GraphEdge]) -> None:
-        """Show a pass that is about to begin on this worker: call `on_begin` with its ``mode`` and ``roots``.
+    def prepare(self, make_plan: Callable[[], Plan]) -> None:
+        """Show a pass, or a step of a pipeline, that is about to begin on this worker: call `on_plan`.
 
-        The pass calls this. An error of `on_begin` is logged. Without `on_begin`, as after `close`, this does nothing.
+        The pass or step calls this. An error of `on_plan`, or of ``make_plan``, is logged. Without `on_plan`, as after
+        `close`, this does nothing.
         """
-        if self.on_begin is not None:
+        if self.on_plan is not None:
             try:
-                self.on_begin(mode, roots)
+                self.on_plan(make_plan)
             except Exception:  # of the view, whatever it is: an error in a drawing must not fail the user's pass
-                _log.exception("drawing a backward pass failed; the pass begins all the same")
-
-    def prepare_step(self, plan: Plan) -> None:
-        """Show a step of a pipeline that is about to begin on this worker: call `on_step` with its ``plan``.
-
-        The step calls this. An error of `on_step` is logged. Without `on_step`, as after `close`, this does nothing.
-        """
-        if self.on_step is not None:
-            try:
-                self.on_step(plan)
-            except Exception:  # as in `prepare`
-                _log.exception("drawing a step of a pipeline failed; the step begins all the same")
+                _log.exception("drawing a backward pass, or a step of a pipeline, failed; it begins all the same")
 
     def begin(self, id: PassId, mode: str) -> None:
         """Record that the pass ``id``, or a step of a pipeline, begins on this worker in the mode ``mode``.

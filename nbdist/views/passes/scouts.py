@@ -24,17 +24,15 @@ import logging
 import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any, Protocol
 
 from nbdist.autograd import api
 from nbdist.autograd.graph import messages
-from nbdist.autograd.graph.edges import Node
 from nbdist.autograd.graph.messages import Watching
 from nbdist.autograd.graph.traces import Plan
-from nbdist.autograd.inspection import plan_from
 from nbdist.autograd.passes.context import Context
 from nbdist.errors import NbdistError
 from nbdist.rpc.api import current_agent
@@ -229,22 +227,17 @@ class Scout:
         observing = self._recorder.passes.observing
         if context.watching is None:  # the message that says so may come after the pass has begun
             observing.on_watch(messages.WatchChanged(context.id, context.maker, watching, False))
-        context.before_pass = partial(self._plan, context.id)
-        context.before_step = partial(self._show, context.id)
+        context.before_pass = partial(self._show_plan, context.id)
 
-    def _plan(self, context_id: int, mode: messages.Mode, roots: Sequence[tuple[Node, int]]) -> None:
-        """Send the notebook the plan of a pass that is about to begin on this worker."""
+    def _show_plan(self, context_id: int, make_plan: Callable[[], Plan]) -> None:
+        """Send the notebook the plan of a pass, or of a step of a pipeline, that is about to begin on this worker."""
         with self._recorder.contexts.outside():
             try:
-                plan = plan_from(self._recorder.contexts.get(context_id), roots, mode)
+                plan = make_plan()
             except Exception:  # the pass must not fail because of its drawing
                 _log.exception("a backward pass cannot be drawn in the notebook: its plan could not be made")
             else:
-                self._show(context_id, plan)
-
-    def _show(self, context_id: int, plan: Plan) -> None:
-        with self._recorder.contexts.outside():
-            self._call(self._home, "show_plan", context_id, self._recorder.me, plan)
+                self._call(self._home, "show_plan", context_id, self._recorder.me, plan)
 
     def _call(self, of: NamedObject, method: str, *arguments: Any) -> Any:
         """Call a method of an object of the notebook's, and return its result; None if the notebook cannot be asked."""

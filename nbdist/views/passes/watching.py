@@ -39,11 +39,10 @@ import torch
 
 from nbdist.amounts import plural
 from nbdist.autograd import api
-from nbdist.autograd.graph.edges import Node
 from nbdist.autograd.graph.events import Event, Pass
-from nbdist.autograd.graph.messages import Head, Mode, PassId, Watching
+from nbdist.autograd.graph.messages import Head, PassId, Watching
 from nbdist.autograd.graph.traces import Plan, Trace, planned
-from nbdist.autograd.inspection import plan_from, trace
+from nbdist.autograd.inspection import trace
 from nbdist.autograd.passes.context import Context
 from nbdist.autograd.passes.local_passes import local_passes
 from nbdist.autograd.watching.watcher import LOCAL, Until, Watch
@@ -583,15 +582,15 @@ class Watcher:
 
     def plan(self, context_id: int, root: int, plan: Plan) -> None:
         """Store the plan of a pass that begins now on the worker ``root``, an incarnation, if it is watched here."""
+        found = Backward(plan)
         with self._changed:
             watch = next((watch for watch in self._watches if watch.context_id == context_id), None)
             if watch is not None:
-                self._plans[watch] = root, Backward(plan)
+                self._plans[watch] = root, found
 
     def _follow(self, watch: Watch) -> None:
         """Make a watch, whose callbacks this replaces, call this watcher; pause or resume it as `_must_halt` says."""
-        watch.on_begin = lambda mode, roots: self._on_begin(watch, mode, roots)
-        watch.on_step = lambda plan: self.plan(watch.context_id, self._recorder.me, plan)
+        watch.on_plan = lambda make_plan: self.plan(watch.context_id, self._recorder.me, make_plan())
         watch.on_news = lambda: self._on_news(watch)
         with self._changed:
             self._watches = [other for other in self._watches if not other.closed]  # a loop has many
@@ -602,13 +601,6 @@ class Watcher:
                     _steer_watch(watch, self._must_halt())
                 return
         watch.close()
-
-    def _on_begin(self, watch: Watch, mode: Mode, roots: Sequence[tuple[Node, int]]) -> None:
-        """Make and store the plan of a pass that the calling thread is about to begin. `Watch` logs an error."""
-        # The context is looked up by its id, so that the callback does not keep the context alive.
-        found = Backward(plan_from(self._recorder.contexts.get(watch.context_id), roots, mode))
-        with self._changed:
-            self._plans[watch] = self._recorder.me, found
 
     def _on_begin_elsewhere(self, watch: Watch, id: PassId) -> None:
         """Make the plan of a pass that has begun without one. A thread of the agent's pool runs this; it waits."""
