@@ -4,17 +4,18 @@
 
     notebook                                  worker1
     Scouts     ---- `_send_out` ----------->  makes a `Scout`, whose `Pace` decides which contexts are worth watching
-               <--- `ask` ------------------  the worker has opened such a context: watch it? The call is made in the
+               <--- `look_at` --------------  the worker has opened such a context: watch it? The call is made in the
                                               context, so the notebook enters the context too
                ---- a Watching, or None --->  the context is watched; it is not if the answer is None, or late
-               <--- `show_plan` ------------  a pass is about to begin: its plan, while its graph still exists
+               <--- `plan` -----------------  a pass is about to begin: its plan, while its graph still exists
                <--- `join`, `show`, `leave`   a local pass begins, has this plan, and ends (`LocalScout`)
     hold       ---- `hold` ---------------->  pause every pass before its first node, or stop that
     call_back  ---- `end` ----------------->  drops the `Scout`
 
-Scouts, their watcher and each Scout have the same key, in a name that their agents have published (`nbdist.rpc.named`).
-A worker waits for the answers, because the watcher must see and pause a pass from its first node on. So a watched
-context costs two calls and a plan, and every other context costs only a comparison of times.
+The watcher and each Scout have the same key, in a name that their agents have published (`nbdist.rpc.named`): a Scout
+calls the methods of the watcher itself. A worker waits for the answers, because the watcher must see and pause a pass
+from its first node on. So a watched context costs two calls and a plan, and every other context costs only a comparison
+of times.
 """
 
 from __future__ import annotations
@@ -31,13 +32,12 @@ from typing import Any, Protocol
 
 from nbdist.autograd import api
 from nbdist.autograd.graph import messages
-from nbdist.autograd.graph.messages import Watching
 from nbdist.autograd.graph.traces import Plan
 from nbdist.autograd.passes.context import Context
 from nbdist.errors import NbdistError
 from nbdist.rpc.api import current_agent
 from nbdist.rpc.asking import WorkerAnswers, ask_each
-from nbdist.rpc.named import NamedObject, call_method
+from nbdist.rpc.named import call_method
 from nbdist.views.passes.local_scout import LocalScout
 from nbdist.views.passes.pace import Pace
 from nbdist.wire.messages import Record
@@ -49,13 +49,7 @@ _numbers = itertools.count(1)
 
 
 class WatcherLike(Protocol):
-    """The methods of a `Watcher` that scouts need."""
-
-    def look_at(self, context: Context, opened: int) -> Watching | None:
-        """Watch a context that another worker has opened as its ``opened``-th; return None to refuse."""
-
-    def plan(self, context_id: int, root: int, plan: Plan) -> None:
-        """Store the plan of a pass that is about to begin on the worker with the incarnation ``root``."""
+    """The method of a `Watcher` that is called in its own process; other workers call those that are published."""
 
     def forget(self, worker: int) -> None:
         """End the shares of local passes on a lost worker."""
@@ -70,8 +64,8 @@ class Scouts:
         self._contexts = api.recorder().contexts
         self._home = weakref.ref(home)
         self._key = f"{self._agent.me.incarnation}.{next(_numbers)}"
-        self._agent.named.publish(f"watcher {self._key}", self, "ask", "show_plan")
-        self._agent.named.publish(f"passes {self._key}", home, "join", "show", "leave", "is_due")
+        methods = "look_at", "plan", "join", "show", "leave", "is_due"
+        self._agent.named.publish(f"watcher {self._key}", home, *methods)
         self._called_back = False
         self._including = threading.Lock()  # held while `_workers` gets its records
         self._held = held
@@ -87,6 +81,7 @@ class Scouts:
         try:
             self._send_out(self._workers, held).or_raise(but=RuntimeError)
         except BaseException:  # also Ctrl-C: the scouts that exist would hold all passes, and nobody would end them
+            self._agent.named.withdraw(f"watcher {self._key}")
             self.call_back()
             raise
 
@@ -140,18 +135,6 @@ class Scouts:
                     there = self._agent.at(record.name, f"scout {self._key}")
                     there.cast(method, *arguments, timeout=_ANSWER_SECONDS)
 
-    def ask(self, opened: int) -> Watching | None:
-        """Ask the watcher whether to watch the current context; return None not to watch it. A `Scout` calls this."""
-        home, context = self._home(), api.recorder().contexts.current
-        if self._called_back or home is None or context is None:
-            return None
-        return home.look_at(context, opened)
-
-    def show_plan(self, context_id: int, root: int, plan: Plan) -> None:
-        """Give the watcher, unless it is gone, the plan of a pass that is about to begin on the worker ``root``."""
-        if (home := self._home()) is not None and not self._called_back:
-            home.plan(context_id, root, plan)
-
 
 def _on_joined(known: weakref.ref[Scouts], record: Record) -> None:
     scouts: Scouts | None = known()
@@ -181,8 +164,7 @@ class Scout:
         self._agent = current_agent()
         self._recorder = api.recorder()
         self._home = self._agent.at(home.name, f"watcher {key}")
-        passes = self._agent.at(home.name, f"passes {key}")  # the watcher itself
-        self._local = LocalScout(self._recorder, partial(self._call, passes), passes.cast, held=held)
+        self._local = LocalScout(self._recorder, self._call, self._home.cast, held=held)
         self._pace = Pace()
         self._opened = 0
         self._lock = threading.Lock()
@@ -221,7 +203,7 @@ class Scout:
 
     def _on_context(self, context: Context) -> None:
         """Ask the notebook to watch a context that the calling thread has just opened."""
-        watching = self._call(self._home, "ask", self._opened)  # in the context, so that the notebook enters it
+        watching = self._call("look_at", self._opened)  # in the context, so that the notebook enters it
         if watching is None:
             return
         observing = self._recorder.passes.observing
@@ -237,12 +219,12 @@ class Scout:
             except Exception:  # the pass must not fail because of its drawing
                 _log.exception("a backward pass cannot be drawn in the notebook: its plan could not be made")
             else:
-                self._call(self._home, "show_plan", context_id, self._recorder.me, plan)
+                self._call("plan", context_id, self._recorder.me, plan)
 
-    def _call(self, of: NamedObject, method: str, *arguments: Any) -> Any:
-        """Call a method of an object of the notebook's, and return its result; None if the notebook cannot be asked."""
+    def _call(self, method: str, *arguments: Any) -> Any:
+        """Call a method of the watcher, and return its result; None if the notebook cannot be asked."""
         try:
-            return of.ask(method, *arguments, timeout=_ANSWER_SECONDS)
+            return self._home.ask(method, *arguments, timeout=_ANSWER_SECONDS)
         except (NbdistError, RuntimeError) as error:  # a view must not fail the user's step
             _log.info("a backward pass is not watched, because the notebook could not be asked: %s", error)
             return None

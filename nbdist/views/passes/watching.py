@@ -504,9 +504,11 @@ class Watcher:
         if context.watch is None:
             self._follow(self._recorder.passes.observing.watch(context, paused=self._must_halt(), norms=self._norms))
 
-    def look_at(self, context: Context, opened: int) -> Watching | None:
-        """Watch a context that another worker has opened as its ``opened``-th; return a record, or None to refuse."""
-        # The worker's step waits for the answer.
+    def look_at(self, opened: int) -> Watching | None:
+        """Watch the current context, which another worker has opened as its ``opened``-th; return None to refuse."""
+        # A `Scout` calls this in that context, and the worker's step waits for the answer.
+        if (context := self._recorder.contexts.current) is None:
+            return None
         with self._changed:
             self._opened[context.maker] = opened
             # Not while another pass is under way, unless the next pass must halt.
