@@ -59,9 +59,6 @@ class Contexts:
         self.is_gone: Callable[[int], bool] = lambda maker: False
         self.on_displaced: Callable[[Context], None] = lambda context: None
 
-    def __len__(self) -> int:
-        return len(self._contexts)
-
     def next_message(self) -> int:
         """Return a new number for an edge; no other worker has the same."""
         return self._first + next(self._messages)
