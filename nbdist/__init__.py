@@ -145,7 +145,7 @@ ROOMS: dict[str, str] = {
         "links references calls functions thread_switching world agent asking hosted start api"
     ),
     "autograd": "graph watching passes memory_use recorder handle api inspection",
-    "optim": "parameters local clipping saving optimizer scheduler",
+    "optim": "parameters local owners clipping saving optimizer scheduler",
     "nn": (
         "batches cutting shared_inputs losses placement randomness remote_module schedules inbox stage reference "
         "timeline watched pipeline_part pipeline_parts pipeline"

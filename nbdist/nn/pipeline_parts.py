@@ -13,7 +13,7 @@ from nbdist.errors import NbdistError, NotInitialized, UsageError
 from nbdist.nn.batches import Values
 from nbdist.nn.cutting import Maker
 from nbdist.nn.pipeline_part import Done, Order, build_stages, run_step
-from nbdist.optim.local import Distributed, ask_all
+from nbdist.optim.owners import Distributed, ask_all
 from nbdist.optim.saving import differing
 from nbdist.rpc.agent import Agent
 from nbdist.rpc.calls.collecting import Collection

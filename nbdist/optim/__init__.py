@@ -6,14 +6,14 @@
             |  step                   |  step                   |  norms, factor
     LocalOptimizer            a scheduler of torch        the context's gradients on every owner of parameters
 
-Users call `optimizer`, `scheduler` and `clipping`. `local` has the code that runs on an owner, and `ask_all`, which
-calls all owners and raises `StepFailed` if several fail. `parameters` reads and names the parameters, and `saving`
+Users call `optimizer`, `scheduler` and `clipping`. `local` has the code that runs on an owner; `owners` calls
+all owners, and raises `StepFailed` if several fail. `parameters` reads and names the parameters, and `saving`
 joins the owners' states into one that does not depend on the workers.
 """
 
 from nbdist.optim.clipping import clip_grad_norm_
-from nbdist.optim.local import StepFailed
 from nbdist.optim.optimizer import DistributedOptimizer
+from nbdist.optim.owners import StepFailed
 from nbdist.optim.scheduler import DistributedLRScheduler
 
 __all__ = ["DistributedLRScheduler", "DistributedOptimizer", "StepFailed", "clip_grad_norm_"]

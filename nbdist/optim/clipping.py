@@ -10,7 +10,7 @@ import torch
 
 from nbdist.autograd.api import recorder
 from nbdist.errors import UsageError
-from nbdist.optim.local import ask_all, by_owner
+from nbdist.optim.owners import ask_all, by_owner
 from nbdist.optim.parameters import read_rrefs
 from nbdist.rpc.references.rref import RRef
 

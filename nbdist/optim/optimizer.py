@@ -8,7 +8,8 @@ from typing import Any
 
 from nbdist.autograd.api import current_id
 from nbdist.errors import UsageError
-from nbdist.optim.local import Distributed, LocalOptimizer, ask_all, new_local_optimizer, refuse_closure
+from nbdist.optim.local import LocalOptimizer, new_local_optimizer, refuse_closure
+from nbdist.optim.owners import Distributed, ask_all
 from nbdist.optim.parameters import Key, keys_of, read_groups
 from nbdist.optim.saving import gather, scatter
 from nbdist.rpc.references.rref import RRef

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from nbdist.optim.local import Distributed, LocalOptimizer, ask_all
+from nbdist.optim.local import LocalOptimizer
 from nbdist.optim.optimizer import DistributedOptimizer
+from nbdist.optim.owners import Distributed, ask_all
 from nbdist.optim.saving import agreed, refuse_old_form
 from nbdist.rpc.references.rref import RRef
 

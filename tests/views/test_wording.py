@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from nbdist.nn import pipeline_part, remote_module
-from nbdist.optim import local
+from nbdist.optim import local, owners
 from nbdist.rpc.named import call_method
 from nbdist.rpc.world import clocks
 from nbdist.testing import World
@@ -67,7 +67,7 @@ def test_what_nbdist_calls_is_named_in_words():
 
 
 def test_what_has_no_words_or_other_arguments_than_they_were_made_for_is_nbdists_own_work():
-    for function in (pipeline_part.shapes_of, local.by_owner):
+    for function in (pipeline_part.shapes_of, owners.by_owner):
         assert name_call(display_name(function), function, ()) == ("own", "nbdist's own work")
     assert name_call("call_local", local.call_local, ()) == ("own", "nbdist's own work")
 
