@@ -34,6 +34,7 @@ from nbdist.cluster.processes.setup import WorkerSetup, free_port
 from nbdist.cluster.spec import Spec
 from nbdist.cluster.undoing import undone_by
 from nbdist.errors import NbdistError
+from nbdist.rpc.core.members import RESTARTED
 
 T = TypeVar("T")
 
@@ -419,7 +420,7 @@ class Lifecycle:
 
     def kill(self, workers: Sequence[Worker], deadline: float, because: str = "") -> None:
         """Kill workers; wait until their processes have ended and they are no members of the RPC world any more."""
-        why = f"was restarted, because {because}" if because else "was restarted"
+        why = f"{RESTARTED}, because {because}" if because else RESTARTED
 
         async def kill() -> None:
             for worker in workers:

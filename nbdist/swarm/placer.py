@@ -8,7 +8,8 @@ The states of a server (`ServerEntry.state`), and the methods of `Placer` that c
                     └───────── lost ───────┴────── lost ────────┴─► "gone"            │ close
                                                                                 (from any state but "gone")
 
-`join` makes a new server on a worker whose server is "gone" or "offline".
+`join` makes a new server on a worker whose server is "gone" or "offline". When a server is lost, `repair` lets others
+load its blocks at once; `mend` does so when a client needs blocks that no server has.
 
 If the placer's process is lost, or does not answer, a `Deputy` makes the next placer from its copy of the directory
 (`succeed`), as long as the swarm has clients.
@@ -46,7 +47,7 @@ from nbdist.swarm.client.server_record import ServerRecord
 from nbdist.swarm.deputy import Deputy, hold_folder
 from nbdist.swarm.directory import routing
 from nbdist.swarm.directory.directory import Directory, SwarmNews, Term, Usage
-from nbdist.swarm.directory.entry import ServerEntry
+from nbdist.swarm.directory.entry import ServerEntry, orphans
 from nbdist.swarm.directory.placing import CLOSED, FarPlacer, PlacerReplaced, SwarmFacts
 from nbdist.swarm.directory.routing import NoRoute, named
 from nbdist.swarm.directory.succession import settled
@@ -123,6 +124,7 @@ class Placer:
         self._directory = Directory(self.address, self.term)
         # Servers that load their first blocks. The reference can be called before the server exists, and has a name.
         self._made: dict[str, RRef[Deputy]] = {}
+        self._repaired: Sequence[ServerEntry] = ()  # the entries at the last `repair`, so that nothing is tried twice
         # Held by a thread that gives blocks to servers. Take a session's lock before it.
         self._arranging = threading.RLock()
         agent.named.publish(self.address.name, self, *_CALLED, clients=_FOR_CLIENTS)
@@ -138,6 +140,8 @@ class Placer:
         self._crew = known = weakref.ref(crew)
         # Not with this object, which would be a cycle: the swarm ends when nobody uses it.
         self._directory.watch(lambda news: False if (own := known()) is None else own.take(news))
+        me = weakref.ref(self)
+        self._directory.watch(lambda news: False if (own := me()) is None else own.repair_soon(news.entries))
         return crew
 
     @property
@@ -405,6 +409,44 @@ class Placer:
                 self._give(member, span.begin, span.end, "online")
                 self._journal.tell(f"{member.name} takes {wanted}")
 
+    def _mend_all(self, begin: int, end: int, without: Sequence[str] = ()) -> None:
+        """Call `mend` until no server fails."""
+        while True:
+            with contextlib.suppress(Gone):
+                return self.mend(begin, end, without)
+
+    def repair_soon(self, entries: Sequence[ServerEntry]) -> None:
+        """Let a thread of the agent `repair` the swarm if that is needed. Must be quick: the directory calls it."""
+        if entries != self._repaired and orphans(entries, self._living()):
+            self._repaired = entries
+            self._agent.submit(partial(_repair, weakref.ref(self)))
+
+    def repair(self) -> None:
+        """Let servers load the `orphans`, so that the next token need not wait. The log names those that none can load.
+
+        They stay free until the servers change, or a client asks (`mend`).
+        """
+        with self._arranging, self.crew.working():  # one after the other: two deaths at once make one repair, or two
+            for run in routing.runs_of(orphans(self._directory.all(), self._living())):
+                full = self._full()
+                try:
+                    self._mend_all(run.start, run.stop, full)
+                except NoRoute as error:
+                    waiting = f"; sessions wait for cache memory on {', '.join(full)}" if full else ""
+                    self._journal.tell(f"no server takes {named(run)}: {error}{waiting}")
+
+    def _living(self) -> dict[str, int]:
+        return {record.name: record.incarnation for record in self._agent.members()}
+
+    def _full(self) -> list[str]:
+        """Return the workers on which sessions wait for cache memory: with more blocks, they would wait longer."""
+        full = []
+        for member in self.crew.serving().values() if self._facts.options.cache_bytes is not None else ():
+            with contextlib.suppress(Gone):
+                if self.crew.ask(member, "info").wanting:
+                    full.append(member.name)
+        return full
+
     def _give(self, member: ServerRecord, begin: int, end: int, *states: str) -> None:
         """Let a server that is in one of these states serve these blocks, too: it may have others, not freed yet."""
 
@@ -430,10 +472,7 @@ class Placer:
             self._directory.change(member.entry, lambda now: now._replace(state="draining") if now.there else now)
             self._journal.tell(f"{member.name} is about to leave")
             try:
-                while True:
-                    with contextlib.suppress(Gone):
-                        self.mend(0, len(self._facts.sizes))
-                        break
+                self._mend_all(0, len(self._facts.sizes))
             except BaseException:  # also Ctrl-C: nobody else has all of its blocks, so it goes on serving
                 # Unless it died meanwhile.
                 self._directory.change(
@@ -539,6 +578,12 @@ def _tell_loss(known: weakref.ref[Placer], agent: Agent, record: Record, _: str)
         for client in placer.news().clients:
             if client.worker == record.name:
                 agent.submit(partial(placer.leave, client))
+
+
+def _repair(known: weakref.ref[Placer]) -> None:
+    if (placer := known()) is not None:
+        with contextlib.suppress(NbdistError):  # the swarm was closed meanwhile, or has another placer
+            placer.repair()
 
 
 def _close_servers(agent: Agent, directory: Directory, term: Term, made: dict[str, RRef[Deputy]]) -> None:

@@ -35,7 +35,7 @@ class Swarm:
     """A model whose blocks run on workers. `serve` makes one; after `close`, what needs workers raises UsageError.
 
     After the end of RPC, that raises `NotInitialized`; `blocks`, `states`, `log`, `check`, `snapshot` and `ended` still
-    answer in both cases. Other workers load the blocks of a dead one when these are next needed. `causal_lm`, `model`,
+    answer in both cases. Other workers load the blocks of a dead one at once, if they have room. `causal_lm`, `model`,
     `sequence_classifier` and `sequential` make models that use the blocks; `join`, `leave`, `move` and `kill` change
     which workers serve. Methods may be called from any thread. As the value of a notebook cell, a swarm is drawn as a
     map.

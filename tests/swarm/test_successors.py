@@ -323,10 +323,10 @@ def test_one_successor_after_the_other(processes):
     go_on = begin_to_write(swarm)
     serving.kill()
     wait_until(lambda: swarm.address().split("#")[1] == "worker3")
-    processes.all.kill("worker3")  # it had blocks, too
+    processes.all.kill("worker3")  # it had blocks, too, which the next placer gives to others before anybody asks
+    wait_until(lambda: sorted(number for blocks in swarm.blocks.values() for number in blocks) == list(range(6)))
     go_on()
     assert swarm.address().split("#")[1] == "worker1"
-    assert sorted(number for blocks in swarm.blocks.values() for number in blocks) == list(range(6))
     swarm.close()
     wait_for_the_end(folder)
 

@@ -14,6 +14,8 @@ from nbdist.wire.messages import Record
 
 _NAME = re.compile(r"[A-Za-z0-9\-_:]*\Z")
 _NAME_LENGTH = 128
+RESTARTED = "was restarted"
+"""The beginning of the ``why`` of a worker that its cluster restarts: another one will come under its name."""
 
 
 class WorkerInfo:
