@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import os
 import signal
 import sys
 from collections.abc import Sequence
 
 from nbdist import __version__
-from nbdist.errors import NbdistError
+from nbdist.errors import NbdistError, UsageError
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -30,13 +31,17 @@ def _parser() -> argparse.ArgumentParser:
         help="run workers on this host for a notebook on any host",
         description="Joins the cluster of a notebook that has started it with `%%dist_init --launcher join` or "
         "`%%dist_init --host ADDRESS`, and runs workers for it until the cluster ends, or the notebook is lost. A "
-        "cluster that runs grows by these workers, unless lost workers wait for a place.",
+        "cluster that runs grows by these workers, unless lost workers wait for a place. With --serve, they load the "
+        "blocks of the notebook's swarms that no worker has, or the fewest or slowest.",
     )
     worker.add_argument(
         "--connect", required=True, metavar="FILE", help="the file of the invitation; - for standard input"
     )
     worker.add_argument("-n", "--workers", type=int, default=1, metavar="N", help="how many workers to run (1)")
     worker.add_argument("--host", metavar="ADDRESS", help="the address at which others reach this host")
+    worker.add_argument(
+        "--serve", action="store_true", help="serve the notebook's swarms: load the blocks that need a server most"
+    )
     worker.add_argument("--with-parent", action="store_true", help="end when the process that started this one ends")
     doctor = commands.add_parser(
         "doctor",
@@ -88,6 +93,14 @@ def _serve(given: argparse.Namespace) -> int:
     return 0
 
 
+def _volunteer() -> str:
+    try:
+        from nbdist.swarm.placer import VOLUNTEER  # the workers, which are forked, have these imports, too
+    except ImportError as error:  # it says what to install
+        raise UsageError(str(error)) from error
+    return VOLUNTEER
+
+
 def _split(arguments: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
     """Split the arguments into nbdist's own and those of the program of ``run``, which nbdist does not read."""
     if arguments[:1] != ["run"]:
@@ -120,6 +133,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
             with frozen_imports():  # the imports are most of what this process does
                 from nbdist.cluster.hosts.joining import join
+
+                if given.serve:
+                    os.environ[_volunteer()] = "1"  # its workers inherit it
 
             return join(given.connect, given.workers, given.host, given.with_parent)
         if given.command == "swarm":

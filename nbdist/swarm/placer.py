@@ -9,7 +9,8 @@ The states of a server (`ServerEntry.state`), and the methods of `Placer` that c
                                                                                 (from any state but "gone")
 
 `join` makes a new server on a worker whose server is "gone" or "offline". When a server is lost, `repair` lets others
-load its blocks at once; `mend` does so when a client needs blocks that no server has.
+load its blocks at once; `mend` does so when a client needs blocks that no server has. A *volunteer* is a worker of
+``python -m nbdist worker --serve``: the placer lets it join by itself (`take_in`).
 
 If the placer's process is lost, or does not answer, a `Deputy` makes the next placer from its copy of the directory
 (`succeed`), as long as the swarm has clients.
@@ -72,6 +73,8 @@ _CALLED = (
     *("join", "relieve", "dismiss", "shift", "unload", "kill"),
 )
 _FOR_CLIENTS = ("news", "mend")  # those on other hosts
+VOLUNTEER = "NBDIST_SERVE"
+"""The environment variable of the workers of ``python -m nbdist worker --serve``."""
 
 
 def describe(checkpoint: adapter.Checkpoint, options: Options, policy: Policy, folder: SharedDirectory) -> SwarmFacts:
@@ -127,6 +130,7 @@ class Placer:
         self._repaired: Sequence[ServerEntry] = ()  # the entries at the last `repair`, so that nothing is tried twice
         # Held by a thread that gives blocks to servers. Take a session's lock before it.
         self._arranging = threading.RLock()
+        self._welcoming = threading.Lock()  # held while a volunteer joins: the next one must know which blocks it has
         agent.named.publish(self.address.name, self, *_CALLED, clients=_FOR_CLIENTS)
         for end in (
             weakref.finalize(self, agent.on_lost(partial(_tell_loss, weakref.ref(self), agent))),
@@ -236,6 +240,7 @@ class Placer:
                     self._release(entry)
             for client in self.news().clients:
                 self._keep_told(client)  # until it turns out that nobody is there
+        self.welcome()
 
     def news(self) -> SwarmNews:
         """Return what the directory has now."""
@@ -296,6 +301,24 @@ class Placer:
                 tell(f"join: {member.name} loads blocks {span[0]} to {span[1] - 1}, {nbytes} ...")
                 self._wait_until_loaded(member, self._send_load(member, *span), *span)
         tell(f"join: {member.name} serves {named(member.blocks)}.")
+
+    def welcome(self) -> None:
+        """Let workers serve that were started with ``--serve``: those that are here now, and those that come."""
+        for_this = partial(_welcome, weakref.ref(self), self._agent)
+        weakref.finalize(self, self._agent.on_joined(for_this)).atexit = False
+        for record in self._agent.members():
+            for_this(record)
+
+    def take_in(self, record: Record) -> None:
+        """If a worker is a volunteer, and has not served yet, give it the blocks that need a server most."""
+        if not self._agent.call(record.name, os.getenv, VOLUNTEER).wait():
+            return
+        with self._welcoming, self.crew.working():
+            known = self._directory.find(record.name)
+            self.crew.check_open()
+            if known is None or known.incarnation != record.incarnation:
+                offers = {name: member.offer() for name, member in self.crew.serving().items()}
+                self.join(record.name, *routing.needed(offers, self._facts.sizes, self._facts.policy.room))
 
     def _make_server(self, worker: int | str) -> ServerEntry:
         """Make a new server on a worker, without waiting for it, and return its entry, which `_joining` adds."""
@@ -578,6 +601,15 @@ def _tell_loss(known: weakref.ref[Placer], agent: Agent, record: Record, _: str)
         for client in placer.news().clients:
             if client.worker == record.name:
                 agent.submit(partial(placer.leave, client))
+
+
+def _welcome(known: weakref.ref[Placer], agent: Agent, record: Record) -> None:
+    def take_in() -> None:
+        if (placer := known()) is not None:
+            with contextlib.suppress(Exception):  # of loading, any: the log says why the worker is gone (`_joining`)
+                placer.take_in(record)
+
+    agent.submit(take_in)
 
 
 def _repair(known: weakref.ref[Placer]) -> None:

@@ -141,6 +141,7 @@ def serve(
         raise UsageError(f"each worker serves one span, but some are named twice: {', '.join(names)}")
     with found.crew.working():
         placer.start(workers, spans, tell)
+    placer.welcome()
     blocks, workers = counted(len(found), "block"), counted(len(spans), "worker")
     tell(f"serve: {blocks} on {workers}, {size(sum(found.sizes))}.")
     return found

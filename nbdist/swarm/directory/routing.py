@@ -7,6 +7,7 @@ function use
 `route`  the fastest route, for a session: each of its steps waits for the previous one
 `spread` a random route, for requests without a cache: they run side by side and should use all servers
 `assign` chooses servers to load the blocks that no server has any more
+`needed` chooses blocks for a new server
 ======== ==============================================================================================
 """
 
@@ -175,6 +176,23 @@ def assign(
     size = sizes if sizes is not None else [1] * end
     has = {server: sum(size[number] for number in numbers) for server, numbers in blocks.items()}
     return [span for run in runs_of(missing) for span in _place(run, size, has, room or {})]
+
+
+def needed(offers: Mapping[str, Offer], sizes: Sequence[int], room: int | None = None) -> tuple[int, int]:
+    """Return the (begin, end) of the blocks that a new server should load: an equal share of all, in ``room`` bytes.
+
+    These are the blocks that no server has, else those through which the servers can take the fewest tokens a second:
+    few servers have them, or slow ones, or servers with many other blocks.
+    """
+    rates = [
+        sum(1 / (offer.pace * len(offer.blocks)) for offer in offers.values() if number in offer.blocks)
+        for number in range(len(sizes))
+    ]
+    count = math.ceil(len(sizes) / (len(offers) + 1))
+    begin = min(range(len(sizes) - count + 1), key=lambda at: sorted(rates[at : at + count]))
+    fits = math.inf if room is None else room
+    sums = list(itertools.accumulate(sizes[begin : begin + count]))
+    return begin, begin + max(1, bisect.bisect_right(sums, fits))
 
 
 def runs_of(numbers: Sequence[int]) -> list[range]:
