@@ -78,6 +78,15 @@ class Placing(Protocol):
         """
 
 
+def _asking(method: str) -> Callable[..., Any]:
+    """Return a method that calls the placer's method of this name, and waits for its result."""
+
+    def ask(placer: FarPlacer, *arguments: Any) -> Any:
+        return placer._ask(method, *arguments)
+
+    return ask
+
+
 class FarPlacer:
     """The placer of a swarm in another process. `nbdist.swarm.placer.Placer` describes the methods."""
 
@@ -124,44 +133,13 @@ class FarPlacer:
     def lost(self, entry: ServerEntry, why: str) -> None:
         """Do nothing: the placer's agent hears of deaths, too."""
 
-    def lacks(self, entry: ServerEntry, blocks: Sequence[int]) -> None:
-        """Tell the placer."""
-        self._ask("lacks", entry, tuple(blocks))
-
     def note_usage(self, client: int, usage: Usage) -> None:
         """Tell the placer what this process has. Its own agent hears of lost clients, as of lost servers."""
         if self._outside is None and client == current_agent().me.incarnation:  # a door passes on no names of clients
             current_agent().at(*self.address).cast("note_usage", client, usage)
 
-    def mend(self, begin: int, end: int, without: Sequence[str] = ()) -> None:
-        """Ask the placer to, and wait."""
-        self._ask("mend", begin, end, tuple(without))
-
-    def join(self, worker: str, begin: int | None, end: int | None) -> None:
-        """Ask the placer to, and wait."""
-        self._ask("join", worker, begin, end)
-
-    def relieve(self, worker: str) -> Address:
-        """Ask the placer to, and wait; return its answer."""
-        server: Address = self._ask("relieve", worker)
-        return server
-
-    def dismiss(self, server: Address) -> None:
-        """Ask the placer to, and wait."""
-        self._ask("dismiss", server)
-
-    def shift(self, begin: int, end: int, worker: str) -> list[str]:
-        """Ask the placer to, and wait; return its answer."""
-        relieved: list[str] = self._ask("shift", begin, end, worker)
-        return relieved
-
-    def unload(self, workers: Sequence[str]) -> None:
-        """Ask the placer to, and wait."""
-        self._ask("unload", tuple(workers))
-
-    def kill(self, worker: str) -> None:
-        """Ask the placer to."""
-        self._ask("kill", worker)
+    lacks, mend, join, kill = _asking("lacks"), _asking("mend"), _asking("join"), _asking("kill")
+    relieve, dismiss, shift, unload = _asking("relieve"), _asking("dismiss"), _asking("shift"), _asking("unload")
 
     def _ask(self, method: str, *arguments: Any, timeout: float = 0.0) -> Any:
         # Without a limit by default: servers load blocks. All that is asked may be asked again of the next placer.
