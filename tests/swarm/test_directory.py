@@ -1,6 +1,7 @@
 """What the directory of a swarm promises to its clients, near and far, held against it over each kind of channel."""
 
 import contextlib
+import itertools
 import threading
 
 import pytest
@@ -217,7 +218,8 @@ def test_who_is_gone_hears_no_more_and_others_do(place):
     for number in range(2):  # the first finds out
         place.directory.add(entry("worker3", number))
         wait_until(lambda number=number: place.known(1) == [entry("worker3", number)])
-    wait_until(lambda: place.directory.add(entry("worker3")) or len(place.directory._watchers), equals=watchers - 1)
+    newer = (entry("worker3", number) for number in itertools.count(2))
+    wait_until(lambda: place.directory.add(next(newer)) or len(place.directory._watchers), equals=watchers - 1)
 
 
 def test_who_closes_his_swarm_has_nothing_and_hears_no_more(place):
@@ -228,7 +230,8 @@ def test_who_closes_his_swarm_has_nothing_and_hears_no_more(place):
     with place.world[1].activate():
         place.clients[1].close()
     wait_until(lambda: len(place.directory.news().usage), equals=0)
-    wait_until(lambda: place.directory.add(entry("worker3")) or len(place.directory._watchers), equals=watchers - 1)
+    newer = (entry("worker3", number) for number in itertools.count(2))
+    wait_until(lambda: place.directory.add(next(newer)) or len(place.directory._watchers), equals=watchers - 1)
 
 
 # -- without clients ------------------------------------------------------------------------------

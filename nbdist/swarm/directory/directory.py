@@ -92,10 +92,17 @@ class Directory:
             entries, clients = list(self._entries.values()), list(self._clients)
             return SwarmNews(self._term, self._changes, self._placer, entries, clients, self._usage.copy())
 
+    def _contents(self) -> tuple[object, ...]:
+        return self._entries.copy(), self._clients.copy(), self._usage.copy()
+
     @contextlib.contextmanager
     def _changing(self) -> Iterator[None]:
+        """Return a context manager for changes; the watchers hear of those that made a difference."""
         with self._lock:
+            before = self._contents()
             yield
+            if self._contents() == before:
+                return
             self._changes += 1
         self._tell()
 
@@ -126,12 +133,9 @@ class Directory:
 
     def note_usage(self, client: int, usage: Usage) -> None:
         """Note what the client with this incarnation has now, in place of what it had."""
-        with self._lock:
-            if not self._usage.pop(client, None) and not usage:
-                return
+        with self._changing():
+            self._usage.pop(client, None)
             self._usage |= {client: usage} if usage else {}
-            self._changes += 1
-        self._tell()
 
     def add(self, entry: ServerEntry) -> None:
         """Add a new server, in place of an older one on its worker."""
@@ -142,13 +146,9 @@ class Directory:
 
     def change(self, entry: ServerEntry, change: Callable[[ServerEntry], ServerEntry]) -> ServerEntry | None:
         """Replace the entry of the same server by ``change`` of it; return the new one, None if it is not here now."""
-        with self._lock:
+        with self._changing():
             now = self._entries.get(entry.name)
             if now is None or now.address != entry.address:  # a newer server of the same worker
                 return None
-            if (changed := change(now)) == now:
-                return now
-            self._entries[entry.name] = changed
-            self._changes += 1
-        self._tell()
+            self._entries[entry.name] = changed = change(now)
         return changed
