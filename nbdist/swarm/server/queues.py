@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Hashable
-from dataclasses import dataclass
+from concurrent.futures import Future
+from dataclasses import dataclass, field
 from typing import Any
 
 from nbdist.errors import NbdistError
@@ -22,7 +23,7 @@ _numbers = itertools.count()
 
 @dataclass(eq=False)
 class QueuedRequest:
-    """One request to compute something. The queue does not use ``work``, in which the runtime keeps its job."""
+    """One request to compute something. The queue uses neither ``work`` nor ``answer``, which the runtime settles."""
 
     kind: str  # "step", "forward", "backward" or "unload"
     size: int  # in tokens, of all sequences
@@ -30,11 +31,7 @@ class QueuedRequest:
     work: Any
     together: Hashable = None  # requests of one kind with equal keys can be computed together; None: this one alone
     number: int = -1  # the position in the order of arrival, set by `RequestQueues.submit`
-
-    @property
-    def order(self) -> tuple[float, int]:
-        """The key by which requests are sorted: the least is computed first."""
-        return self.priority, self.number
+    answer: Future[Any] = field(default_factory=Future)
 
 
 def prioritize(kind: str, tokens: int, points: float) -> float:
@@ -64,12 +61,10 @@ class RequestQueues:
         request.number = next(_numbers)
         self._waiting.append(request)
 
-    def withdraw(self, request: QueuedRequest) -> bool:
-        """Remove a request that is not wanted any more; return False if it has been taken out already."""
-        if request not in self._waiting:
-            return False
-        self._waiting.remove(request)
-        return True
+    def withdraw(self, request: QueuedRequest) -> None:
+        """Remove a request that is not wanted any more, unless it has been taken out already."""
+        if request in self._waiting:
+            self._waiting.remove(request)
 
     def take(self) -> list[QueuedRequest]:
         """Take out the first request, and all later ones that can be computed with it; an empty list if none waits.
@@ -79,7 +74,7 @@ class RequestQueues:
         found: list[QueuedRequest] = []
         size = 0
         # A request that does not fit into the batch is skipped; later ones may still fit.
-        for request in sorted(self._waiting, key=lambda request: request.order):
+        for request in sorted(self._waiting, key=lambda request: (request.priority, request.number)):
             alike = found and request.kind == found[0].kind and request.together == found[0].together
             # The first is always taken, even if it is larger than a batch.
             if not found or (alike and request.together is not None and size + request.size <= self.batch):

@@ -13,7 +13,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from nbdist.rpc.waits import blocking_wait
 from nbdist.swarm.server.queues import QueuedRequest, RequestQueues
@@ -21,14 +21,6 @@ from nbdist.swarm.server.queues import QueuedRequest, RequestQueues
 _log = logging.getLogger("nbdist.swarm")
 _LOOK_SECONDS = 1.0  # between two calls of ``look``
 _IDLE_SECONDS = 5.0  # without work, after which the thread ends, if ``look`` does not need it
-
-
-class _Job(NamedTuple):
-    """The work of a request, and a list that gets its one result or error."""
-
-    work: Any
-    outcome: list[Any]
-    done: threading.Event
 
 
 class Runtime:
@@ -51,27 +43,21 @@ class Runtime:
 
     def run(self, request: QueuedRequest) -> Any:
         """Let the computing thread compute a request, and wait; return its result or raise its error, or `TooLarge`."""
-        job = request.work = _Job(request.work, [], threading.Event())
         with self._changed:
             self._queue.submit(request)
             self.keep()
             self._changed.notify_all()
         try:
             with blocking_wait():
-                job.done.wait()
-        # Also Ctrl-C: this thread does not wait any more. A request that is being computed stays, and its result is
-        # dropped.
+                return request.answer.result()
+        # The request's own error, or Ctrl-C: this thread does not wait any more. A request that is being computed
+        # stays, and its result is dropped.
         except BaseException:
             with self._changed:
                 self._queue.withdraw(request)
             raise
-        outcome = job.outcome.pop()
-        try:
-            if isinstance(outcome, BaseException):
-                raise outcome
-            return outcome
         finally:
-            del outcome  # an error's traceback has this frame, so the error would keep itself and the server alive
+            del request  # an error's traceback has this frame, so the error would keep itself and the server alive
 
     @property
     def waiting(self) -> int:
@@ -104,7 +90,7 @@ class Runtime:
                 requests = self._queue.take()
             now = time.monotonic()
             if requests:
-                self._run([request.work for request in requests])
+                self._run(requests)
                 requests.clear()  # they refer to the server, which this thread must not keep alive while it waits
                 used = time.monotonic()
             if now - looked >= _LOOK_SECONDS:
@@ -125,14 +111,16 @@ class Runtime:
             _log.exception("a swarm's server failed to drop what has timed out")
             return True
 
-    def _run(self, jobs: Sequence[_Job]) -> None:
+    def _run(self, requests: Sequence[QueuedRequest]) -> None:
         began = time.perf_counter()
         try:
-            outcomes: Sequence[Any] = self._compute([job.work for job in jobs])
+            outcomes: Sequence[Any] = self._compute([request.work for request in requests])
         except BaseException as error:  # the model's code: whatever it raises is the answer of these requests
-            outcomes = [error] * len(jobs)
+            outcomes = [error] * len(requests)
         self.busy += time.perf_counter() - began
-        for job, outcome in zip(jobs, outcomes, strict=True):
-            job.outcome.append(outcome)
-            job.done.set()
-        del outcomes, outcome, job  # for the reason given in `run`
+        for request, outcome in zip(requests, outcomes, strict=True):
+            if isinstance(outcome, BaseException):
+                request.answer.set_exception(outcome)
+            else:
+                request.answer.set_result(outcome)
+        del requests, request, outcomes, outcome  # for the reason given in `run`
