@@ -79,7 +79,7 @@ class Crew:
         self._journal = journal
         self._members: dict[str, ServerRecord] = {}  # by name of the worker, in the order in which they joined
         self.usage: Mapping[int, Usage] = {}  # what clients had when they last told the directory
-        self._known: SwarmNews | None = None  # the last news, as `_members` has it
+        self.news: SwarmNews | None = None  # the last news, as `_members` has it
         self._choose = random.Random(0)
         # Guards the members and their entries; notified when the directory has changed.
         self._changed = threading.Condition(threading.RLock())
@@ -102,9 +102,9 @@ class Crew:
     def take(self, news: SwarmNews) -> None:
         """Take what the directory has now, unless this crew knows newer news."""
         with self._changed:
-            if not news.is_newer(self._known):
+            if not news.is_newer(self.news):
                 return
-            self._known, known, self._members, self.usage = news, self._members, {}, news.usage
+            self.news, known, self._members, self.usage = news, self._members, {}, news.usage
             for entry in news.entries:
                 member = self._members[entry.name] = known.get(entry.name) or ServerRecord(entry)
                 if member.address != entry.address:  # a newer server of the same worker
@@ -113,11 +113,6 @@ class Crew:
             self.placing = self.placing.follow(news)
             self._changed.notify_all()
         self._journal.news()
-
-    @property
-    def news(self) -> SwarmNews | None:
-        """The last news that this crew has taken."""
-        return self._known
 
     def _read(self) -> None:
         self.take(self.placing.news())  # which may overtake the news that the directory sends

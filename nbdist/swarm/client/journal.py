@@ -9,9 +9,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable
-from typing import Any, Protocol
-
-from nbdist.swarm.directory.routing import Span
+from typing import Any
 
 _log = logging.getLogger("nbdist.swarm")
 _LINES_KEPT = 200
@@ -23,36 +21,14 @@ _PACE_STEPS = 2000  # in that time, at most
 _IDLE_SECONDS = 2.0
 
 
-class SteppedSession(Protocol):
-    """The parts of a `nbdist.swarm.client.session.Session` that a map shows."""
-
-    rows: int
-    """The number of sequences."""
-
-    @property
-    def id(self) -> str:
-        """The name by which servers know the session."""
-
-    @property
-    def state(self) -> str:
-        """The state: "idle" (between two steps), "writing" (in a step) or "recovering" (a span gets another server)."""
-
-    @property
-    def tokens(self) -> int:
-        """The number of tokens of each sequence in the caches."""
-
-    @property
-    def route(self) -> list[Span]:
-        """The spans of the session's route."""
-
-
 class Journal:
     """Keeps the log and the last session of a swarm, and calls listeners when something changes. Thread-safe."""
 
     def __init__(self) -> None:
         self._lines: deque[tuple[float, str]] = deque(maxlen=_LINES_KEPT)
         self._listeners: list[Callable[[], None]] = []
-        self._session: weakref.ref[SteppedSession] | None = None  # that took the last step
+        # Describes the session that took the last step.
+        self._session: Callable[[], Callable[[], dict[str, Any]] | None] = lambda: None
         # The time and the number of tokens of each of that session's last steps.
         self._steps: deque[tuple[float, int]] = deque(maxlen=_RATE_STEPS)
         # The time and the number of tokens, of all sequences, of the last steps of all sessions; without the first step
@@ -91,15 +67,18 @@ class Journal:
         self._lines.append((time.time(), text))
         self.news()
 
-    def stepped(self, session: SteppedSession, tokens: int) -> None:
-        """Record that a session has taken a step of ``tokens`` new tokens of each sequence, and call all listeners."""
+    def stepped(self, told: Callable[[], dict[str, Any]], tokens: int, rows: int) -> None:
+        """Record that a session has taken a step of ``tokens`` new tokens of ``rows`` sequences; call all listeners.
+
+        ``told`` is the session's method `nbdist.swarm.client.session.Session.told`.
+        """
         with self._lock:
-            if self._session is None or self._session() is not session:
-                self._session = weakref.ref(session)
+            if self._session() != told:
+                self._session = weakref.WeakMethod(told)
                 self._steps.clear()  # the rate is of one session
             self._steps.append((time.monotonic(), tokens))
-            if session.tokens > tokens:
-                self._written.append((time.monotonic(), tokens * session.rows))
+            if told()["tokens"] > tokens:
+                self._written.append((time.monotonic(), tokens * rows))
         self.news()
 
     @property
@@ -118,13 +97,12 @@ class Journal:
         """
         lines = [[at, text] for at, text in list(self._lines)[-_LINES_SHOWN:]]
         with self._lock:
-            session = self._session() if self._session is not None else None
-            steps = list(self._steps)
-        if session is None:
+            told, steps = self._session(), list(self._steps)
+        if told is None:
             return {"route": [], "session": None, "log": lines}
         elapsed = steps[-1][0] - steps[0][0]  # the first step's tokens do not count: they were computed before it
         rate = sum(tokens for _, tokens in steps[1:]) / elapsed if elapsed else 0.0
-        writes = session.state == "idle" and time.monotonic() - steps[-1][0] < _IDLE_SECONDS
-        state = "writing" if writes else session.state
-        told = {"id": session.id, "tokens": session.tokens, "rate": round(rate, 1), "state": state}
-        return {"route": [list(span) for span in session.route], "session": told, "log": lines}
+        session = told()
+        if session["state"] == "idle" and time.monotonic() - steps[-1][0] < _IDLE_SECONDS:
+            session["state"] = "writing"
+        return {"route": session.pop("route"), "session": {**session, "rate": round(rate, 1)}, "log": lines}

@@ -115,6 +115,11 @@ class Session:
         """The bytes that servers have reserved for the session."""
         return sum(part.cache for part in list(self._parts))
 
+    def told(self) -> dict[str, Any]:
+        """Describe the session for a map, as a dict of JSON values; ``route`` has a list for each span."""
+        route = [list(span) for span in self.route]
+        return {"id": self.id, "tokens": self.tokens, "state": self.state, "route": route}
+
     def note(self, name: str, args: tuple[Any, ...]) -> None:
         """Record an operation on the client's cache, as ("crop", (-2,)). Servers repeat it before the next step."""
         self._before.append(Operation(name, args))
@@ -154,7 +159,7 @@ class Session:
             try:
                 with self._crew.working():
                     found = self._step(before, hidden, calls, prompts)
-                self._journal.stepped(self, hidden.shape[1])
+                self._journal.stepped(self.told, hidden.shape[1], self.rows)
                 return found
             except BaseException as error:
                 # Some servers may have taken the step, while others have not, or still wait for its input. After an
@@ -441,18 +446,14 @@ class Session:
             if self._refusal:
                 return
             try:
-                for part in list(self._parts):
-                    if not part.member.has(part.span, time.monotonic()):
-                        self._replace_server(part)
+                for part in [part for part in self._parts if not part.member.has(part.span, time.monotonic())]:
+                    try:
+                        with self._crew.working():
+                            self._replace(self._parts.index(part))
+                    except NbdistError as error:  # the next step tries again, and raises it if it occurs again
+                        self._journal.tell(f"session {self.id} could not leave {part.member.name} yet: {error}")
             finally:
                 self.state = "idle"
-
-    def _replace_server(self, part: _Part) -> None:
-        try:
-            with self._crew.working():
-                self._replace(self._parts.index(part))
-        except NbdistError as error:  # the next step tries again, and raises it if it occurs again
-            self._journal.tell(f"session {self.id} could not leave {part.member.name} yet: {error}")
 
 
 def _named(span: Span) -> str:
