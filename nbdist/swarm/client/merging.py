@@ -20,6 +20,7 @@ with the known outputs of the single steps (`is_near`).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -44,17 +45,21 @@ class Merged(NamedTuple):
     result: torch.Tensor  # the concatenated outputs of the single steps, which the merged step should have as output
 
 
+@dataclass
 class _Piece:
-    """A step after later operations on the cache. ``tokens`` of its tokens are left, from position ``begin`` on."""
+    """A step after later operations on the cache. ``size`` of its tokens are left, from position ``begin`` on."""
 
-    def __init__(self, begin: int, tokens: int, values: Any) -> None:
-        self.begin = begin
-        self.size = tokens
-        self.values = values  # (hidden, result, calls, prompts)
+    begin: int
+    size: int
+    values: Any  # (hidden, result, calls, prompts)
 
     @property
     def end(self) -> int:
         return self.begin + self.size
+
+    @property
+    def given(self) -> int:
+        return int(self.values[0].shape[1])  # the step's tokens before later steps cropped some of them
 
 
 def merge(history: History, layout: StackLayout = DEFAULT_LAYOUT) -> Merged:
@@ -73,16 +78,13 @@ def merge(history: History, layout: StackLayout = DEFAULT_LAYOUT) -> Merged:
         batch = step.hidden.shape[0]
     if not pieces:
         raise Unmergeable("no tokens are left")
-    # A mask's columns end at the end of its step, although some of the step's tokens may have been cropped since.
-    ends = [piece.begin + piece.values[0].shape[1] for piece in pieces]
     hiddens, results, calls_of, prompts = zip(*(piece.values for piece in pieces), strict=True)
-    spots = [_Spot(piece.begin, piece.size, end, pieces[-1].end) for piece, end in zip(pieces, ends, strict=True)]
-    kept = [prompt[:, :, : spot.size] for prompt, spot in zip(prompts, spots, strict=True) if prompt is not None]
+    kept = [prompt[:, :, : piece.size] for prompt, piece in zip(prompts, pieces, strict=True) if prompt is not None]
     return Merged(
-        _concatenated(hiddens, spots, 1),
-        [_merge_call([calls[number] for calls in calls_of], spots) for number in range(len(calls_of[0]))],
+        _concatenated(hiddens, pieces, 1),
+        [_merge_call([calls[number] for calls in calls_of], pieces) for number in range(len(calls_of[0]))],
         torch.cat([each.expand(-1, max(p.shape[1] for p in kept), -1, -1) for each in kept], 2) if kept else None,
-        _concatenated(results, spots, 1),
+        _concatenated(results, pieces, 1),
     )
 
 
@@ -141,93 +143,80 @@ def _operate(pieces: list[_Piece], operation: Operation, batch: int, layout: Sta
 # -- how layers were called ---------------------------------------------------------------------------
 
 
-class _Spot(NamedTuple):
-    """The place of a step in the sequence, in tokens."""
-
-    begin: int  # the position of its first token
-    size: int  # of its tokens, those that have not been cropped since
-    end: int  # in the cache just after the step, including tokens that were cropped since
-    total: int  # the remaining tokens of all steps
-
-    @property
-    def given(self) -> int:
-        return self.end - self.begin  # the step's tokens before later steps cropped some of them
-
-
-def _merge_call(calls: Sequence[tuple[Any, Any]], spots: Sequence[_Spot]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _merge_call(calls: Sequence[tuple[Any, Any]], pieces: Sequence[_Piece]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     (args, kwargs), *others = calls
     if any(len(other[0]) != len(args) or other[1].keys() != kwargs.keys() for other in others):
         raise Unmergeable("a layer has different arguments in different steps")
     return (
-        tuple(_merge_values([call[0][place] for call in calls], spots) for place in range(len(args))),
-        {name: _merge_values([call[1][name] for call in calls], spots) for name in kwargs},
+        tuple(_merge_values([call[0][place] for call in calls], pieces) for place in range(len(args))),
+        {name: _merge_values([call[1][name] for call in calls], pieces) for name in kwargs},
     )
 
 
-def _merge_values(values: Sequence[Any], spots: Sequence[_Spot]) -> Any:
+def _merge_values(values: Sequence[Any], pieces: Sequence[_Piece]) -> Any:
     tensors = [value for value in values if isinstance(value, torch.Tensor)]
     if tensors:
         if tensors[0].dim() == 4:
-            return _merge_masks(values, spots)  # some of the values may be None
+            return _merge_masks(values, pieces)  # some of the values may be None
         if len(tensors) < len(values):
             raise Unmergeable("an argument is a tensor in some steps, but not in all")
-        return _merge_tensors(tensors, spots)
+        return _merge_tensors(tensors, pieces)
     first = values[0]
     if type(first) in (tuple, list):
         if any(type(value) is not type(first) or len(value) != len(first) for value in values):
             raise Unmergeable("an argument is a list of different lengths in different steps")
-        return type(first)(_merge_values(each, spots) for each in zip(*values, strict=True))
+        return type(first)(_merge_values(each, pieces) for each in zip(*values, strict=True))
     if any(value is not first and value != first for value in values):
         raise Unmergeable(f"an argument is {first!r} in the first step, but {values[-1]!r} in the last")
     return first
 
 
-def _merge_tensors(tensors: Sequence[torch.Tensor], spots: Sequence[_Spot]) -> torch.Tensor:
+def _merge_tensors(tensors: Sequence[torch.Tensor], pieces: Sequence[_Piece]) -> torch.Tensor:
     """Merge the tensors that an argument has in all steps, by the module's table of shapes."""
     first = tensors[0]
     dim = 0 if first.dim() == 1 else 1  # of the tokens
     if first.dim() <= 3 and all(
         tensor.dim() == first.dim()
-        and tensor.shape[dim] == spot.given
+        and tensor.shape[dim] == piece.given
         and tensor.shape[dim + 1 :] == first.shape[dim + 1 :]
-        for tensor, spot in zip(tensors, spots, strict=True)
+        for tensor, piece in zip(tensors, pieces, strict=True)
     ):
-        return _concatenated(tensors, spots, dim)
-    if all(tensor.shape[-1] == spot.end for tensor, spot in zip(tensors, spots, strict=True)):
-        return tensors[-1][..., : spots[-1].total]  # a column for each token in the cache: the last step has all
+        return _concatenated(tensors, pieces, dim)
+    if all(tensor.shape[-1] == piece.begin + piece.given for tensor, piece in zip(tensors, pieces, strict=True)):
+        return tensors[-1][..., : pieces[-1].end]  # a column for each token in the cache: the last step has all
     raise Unmergeable(f"the meaning of an argument of shape {tuple(first.shape)} is not known")
 
 
-def _concatenated(tensors: Sequence[torch.Tensor], spots: Sequence[_Spot], dim: int) -> torch.Tensor:
+def _concatenated(tensors: Sequence[torch.Tensor], pieces: Sequence[_Piece], dim: int) -> torch.Tensor:
     """Concatenate the tokens of each step's tensor that were not cropped; ``dim`` is the dimension of tokens."""
-    kept = [tensor.narrow(dim, 0, spot.size) for tensor, spot in zip(tensors, spots, strict=True)]
+    kept = [tensor.narrow(dim, 0, piece.size) for tensor, piece in zip(tensors, pieces, strict=True)]
     most = max(tensor.shape[0] for tensor in kept)
     if dim and any(tensor.shape[0] != most for tensor in kept):  # some have one row for all sequences
         kept = [tensor.expand(most, *tensor.shape[1:]) for tensor in kept]
     return torch.cat(kept, dim)
 
 
-def _merge_masks(masks: Sequence[torch.Tensor | None], spots: Sequence[_Spot]) -> torch.Tensor:
+def _merge_masks(masks: Sequence[torch.Tensor | None], pieces: Sequence[_Piece]) -> torch.Tensor:
     """Put the masks of all steps below each other. A step without a mask gets a causal mask."""
     known = next(mask for mask in masks if mask is not None)
     shut: Any = False if known.dtype == torch.bool else torch.finfo(known.dtype).min
     opened: Any = True if known.dtype == torch.bool else 0.0
-    total = spots[-1].total
+    total = pieces[-1].end
     # The merged mask has a row and a column for each token. It hides all tokens, until each step's mask is copied in.
     rows = max(mask.shape[0] for mask in masks if mask is not None)
     found = torch.full((rows, known.shape[1], total, total), shut, dtype=known.dtype, device=known.device)
-    for mask, spot in zip(masks, spots, strict=True):
+    for mask, piece in zip(masks, pieces, strict=True):
         if mask is None:
-            for row in range(spot.begin, spot.begin + spot.size):
+            for row in range(piece.begin, piece.end):
                 found[:, :, row, : row + 1] = opened
             continue
-        if mask.shape[-2] != spot.given:
+        if mask.shape[-2] != piece.given:
             raise Unmergeable(f"a mask of shape {tuple(mask.shape)} does not have a row for each token of its step")
-        first = spot.end - mask.shape[-1]  # a mask with a sliding window has no columns for tokens before the window
-        columns = slice(max(0, -first), mask.shape[-1] - max(0, spot.end - total))
-        found[:, :, spot.begin : spot.begin + spot.size, max(0, first) : min(spot.end, total)] = mask[
-            :, :, : spot.size, columns
-        ]
+        # A mask's columns end at the end of its step, although some of the step's tokens may have been cropped since.
+        last = piece.begin + piece.given
+        first = last - mask.shape[-1]  # a mask with a sliding window has no columns for tokens before the window
+        columns = slice(max(0, -first), mask.shape[-1] - max(0, last - total))
+        found[:, :, piece.begin : piece.end, max(0, first) : min(last, total)] = mask[:, :, : piece.size, columns]
     return found
 
 
