@@ -90,16 +90,24 @@ class Budget:
 
     def release(self, owner: Hashable) -> list[Ticket]:
         """Take back all bytes and end all tickets of an owner, if any; return the tickets that are granted now."""
-        for ticket in self._granted.pop(owner, []):
-            self.used -= ticket.nbytes
-            ticket.state = "over"
-        for ticket in [ticket for ticket in self._waiting if ticket.owner == owner]:
-            self._waiting.remove(ticket)
-            ticket.state = "over"
+        for ticket in [*self._granted.get(owner, ()), *self._waiting]:
+            if ticket.owner == owner:
+                self._end(ticket, "over")
         return self._grant()
 
     def cancel(self, ticket: Ticket) -> list[Ticket]:
         """End one ticket, if it is not over, and take back its bytes; return the tickets that are granted now."""
+        self._end(ticket, "over")
+        return self._grant()
+
+    def expire(self, now: float) -> list[Ticket]:
+        """End the waiting tickets whose deadline has come; return these, and the tickets that are granted now."""
+        expired = [ticket for ticket in self._waiting if ticket.deadline <= now]
+        for ticket in expired:
+            self._end(ticket, "expired")
+        return expired + self._grant()
+
+    def _end(self, ticket: Ticket, state: State) -> None:
         if ticket.state == "waiting":
             self._waiting.remove(ticket)
         elif ticket.state == "granted":
@@ -108,16 +116,7 @@ class Budget:
             if not self._granted[ticket.owner]:
                 del self._granted[ticket.owner]
             self.used -= ticket.nbytes
-        ticket.state = "over"
-        return self._grant()
-
-    def expire(self, now: float) -> list[Ticket]:
-        """End the waiting tickets whose deadline has come; return these, and the tickets that are granted now."""
-        expired = [ticket for ticket in self._waiting if ticket.deadline <= now]
-        for ticket in expired:
-            self._waiting.remove(ticket)
-            ticket.state = "expired"
-        return expired + self._grant()
+        ticket.state = state
 
     def _grant(self) -> list[Ticket]:
         """Grant waiting tickets in order, up to the first that does not fit; return the granted tickets."""
