@@ -17,7 +17,7 @@ notebooks/09_swarm.ipynb serves SmolLM2 and kills workers while it generates tex
 The path of one token, and the modules along it; ``docs/a_token.md`` follows it step by step. A *span* is a row of
 consecutive blocks on one server::
 
-    client   `causal_lm().generate`            model      `_Generate` calls transformers' own
+    client   `causal_lm().generate`            model      `_generating` calls transformers' own
              transformers' model code          model      its layers are stand-ins that record how they are called
                  │ Passage.take                sessions   begins a session for each cache
              Session.step                      session    keeps the history of each span

@@ -170,25 +170,22 @@ def remote_model(
     if kind == "CausalLM":
         if (generation := checkpoint.generation) is not None:
             model.generation_config = generation
-        model.generate = _Generate(passage, model.generate)
+        model.generate = _generating(passage, model.generate)
     model.nbdist = passage
     _probe(passage)
     # Last: `_probe` calls a model whose configuration may ask for such values.
-    model.base_model.register_forward_pre_hook(_OutputCheck(passage, model.base_model), with_kwargs=True)
+    model.base_model.register_forward_pre_hook(_output_check(passage, model.base_model), with_kwargs=True)
     return model
 
 
-class _OutputCheck:
-    """A hook that raises UsageError if a call asks for values from inside of the layers: they stay on the workers."""
+def _output_check(passage: Passage, model: Any) -> Any:
+    """Make a hook that raises UsageError if a call asks for values from inside the layers: they stay on the workers."""
+    names = list(inspect.signature(model.forward).parameters)
 
-    def __init__(self, passage: Passage, model: Any) -> None:
-        self._passage = passage
-        self._names = list(inspect.signature(model.forward).parameters)
-
-    def __call__(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self._passage.notes.only:
+    def check(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if passage.notes.only:
             return  # the caller does not use the model's result
-        given = {**dict(zip(self._names, args, strict=False)), **kwargs}
+        given = {**dict(zip(names, args, strict=False)), **kwargs}
         # transformers would return an empty tuple, or wrong values, since it looks for them in the stand-ins.
         for name, instead in _NOT_RETURNED.items():
             if (value := given.get(name)) is None:
@@ -199,6 +196,8 @@ class _OutputCheck:
                     "output of their last layer. Leave it out, and set it to False in the model's config and "
                     f"generation_config if it is True there. {instead}"
                 )
+
+    return check
 
 
 def _probe(passage: Passage) -> None:
@@ -233,29 +232,27 @@ def _first_layer_call(passage: Passage, texts: int) -> LayerCall:
         return notes.calls[0]
 
 
-class _Generate:
-    """The model's ``generate()``. It tells new sessions how long the text may get, so that servers reserve memory."""
+def _generating(passage: Passage, own: Any) -> Any:
+    """Make the model's ``generate()``. It tells new sessions how long the text may get: servers reserve memory."""
 
-    def __init__(self, passage: Passage, own: Any) -> None:
-        self._passage = passage
-        self._own = own
-
-    def __call__(self, inputs: Any = None, *args: Any, **kwargs: Any) -> Any:
-        notes = self._passage.notes
-        notes.expected = self._expected_tokens(inputs, kwargs)
+    def generate(inputs: Any = None, *args: Any, **kwargs: Any) -> Any:
+        passage.notes.expected = _expected_tokens(passage.model, inputs, kwargs)
         try:
-            return self._own(inputs, *args, **kwargs)
+            return own(inputs, *args, **kwargs)
         finally:
-            notes.expected = 0
+            passage.notes.expected = 0
 
-    def _expected_tokens(self, inputs: Any, kwargs: dict[str, Any]) -> int:
-        """Return the tokens that a sequence may have at the end, by the arguments of ``generate`` or its config."""
-        config = kwargs.get("generation_config") or self._passage.model.generation_config
-        given = next(
-            (each for each in (inputs, kwargs.get("input_ids"), kwargs.get("inputs_embeds")) if each is not None), None
-        )
-        begin = int(given.shape[1]) if isinstance(given, torch.Tensor) else 1
-        new = kwargs.get("max_new_tokens", getattr(config, "max_new_tokens", None))
-        if new is not None:
-            return begin + int(new)  # it goes before `max_length`, as in transformers
-        return max(begin, int(kwargs.get("max_length") or getattr(config, "max_length", None) or 0))
+    return generate
+
+
+def _expected_tokens(model: Any, inputs: Any, kwargs: dict[str, Any]) -> int:
+    """Return the tokens that a sequence may have at the end, by the arguments of ``generate`` or its config."""
+    config = kwargs.get("generation_config") or model.generation_config
+    given = next(
+        (each for each in (inputs, kwargs.get("input_ids"), kwargs.get("inputs_embeds")) if each is not None), None
+    )
+    begin = int(given.shape[1]) if isinstance(given, torch.Tensor) else 1
+    new = kwargs.get("max_new_tokens", getattr(config, "max_new_tokens", None))
+    if new is not None:
+        return begin + int(new)  # it goes before `max_length`, as in transformers
+    return max(begin, int(kwargs.get("max_length") or getattr(config, "max_length", None) or 0))
