@@ -7,10 +7,12 @@ change the text, and is refused by name.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Annotated, Any, Literal
+
+from msgspec import Meta, MsgspecError, Struct, ValidationError, convert
+from msgspec import json as msgspec_json
 
 from nbdist.swarm.http.api_error import ApiError
 
@@ -27,7 +29,17 @@ _NOTHING: dict[str, list[Any]] = json.loads(
     "top_logprobs": [0], "stream_options.include_obfuscation": [false]}"""
 )
 _WITHOUT_EFFECT = {"user", "metadata", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"}
-_ROLES = ("system", "developer", "user", "assistant")
+_NewTokens = Annotated[int, Meta(ge=1, le=2**31)]
+_Stop = Annotated[str, Meta(min_length=1)]
+
+
+class _TextPart(Struct, tag_field="type", tag="text"):
+    text: str
+
+
+class _Message(Struct):
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | list[_TextPart]
 
 
 @dataclass(frozen=True)
@@ -51,95 +63,81 @@ class TextRequest:
     def read(cls, raw: bytes, *, chat: bool) -> TextRequest:
         """Read the body of a request; raise `ApiError` (400), which names the field, if it is not valid."""
         try:
-            body = json.loads(raw)
-            json.dumps(body, ensure_ascii=False).encode()  # half of a surrogate pair is no text, but JSON has it
-            fields = {name: value for name, value in body.items() if value is not None}
-        except (ValueError, RecursionError, AttributeError) as error:
+            body = msgspec_json.decode(raw, type=dict[str, Any])
+        except (MsgspecError, RecursionError) as error:
             raise ApiError(400, f"the body is not a JSON object: {error}") from None
-        take, number, flag = partial(_take, fields), partial(_number, fields), partial(_flag, fields)
-        stream = flag("stream")
-        options = take("stream_options", {}, "an object, with stream: true", lambda it: stream and type(it) is dict)
+        needed = {"model": None, "messages" if chat else "prompt": None}
+        fields = needed | {name: value for name, value in body.items() if value is not None}
+        take = partial(_take, fields)
+        stream = take("stream", bool, False)
+        if "stream_options" in fields and not stream:
+            raise ApiError(400, "stream_options needs stream: true", "stream_options")
+        options = take("stream_options", dict[str, Any], {})
         others = {f"stream_options.{name}": value for name, value in options.items() if value is not None}
-        most, shown = number("max_tokens", None if chat else 16, 1, 2**31), None
+        most, shown = take("max_tokens", _NewTokens, None if chat else 16), None
         if not chat:
-            shown = number("logprobs", None, 0, 5)
-        elif flag("logprobs"):
-            shown = number("top_logprobs", 0, 0, 20)
+            shown = take("logprobs", Annotated[int, Meta(ge=0, le=5)], None)
+        elif take("logprobs", bool, False):
+            shown = take("top_logprobs", Annotated[int, Meta(ge=0, le=20)], 0)
+        stop = take("stop", _Stop | Annotated[list[_Stop], Meta(max_length=4)], [])
         found = cls(
             chat=chat,
-            model=_take({"model": None, **fields}, "model", None, "the name of a model", lambda it: type(it) is str),
-            prompts=[_messages(fields.pop("messages", None))] if chat else _prompts(fields.pop("prompt", None)),
-            max_tokens=number("max_completion_tokens", most, 1, 2**31) if chat else most,
-            temperature=number("temperature", 1.0, 0.0, 2.0),
-            top_p=number("top_p", 1.0, 0.0, 1.0),
-            seed=number("seed", None, -(2**63), 2**63 - 1),
-            n=number("n", 1, 1, MOST_TEXTS),
-            stop=_stops(fields.pop("stop", [])),
+            model=take("model", str, None),
+            prompts=[_messages(fields)] if chat else _prompts(fields),
+            max_tokens=take("max_completion_tokens", _NewTokens, most) if chat else most,
+            temperature=take("temperature", Annotated[float, Meta(ge=0, le=2)], 1.0),
+            top_p=take("top_p", Annotated[float, Meta(ge=0, le=1)], 1.0),
+            seed=take("seed", Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)], None),
+            n=take("n", Annotated[int, Meta(ge=1, le=MOST_TEXTS)], 1),
+            stop=[stop] if isinstance(stop, str) else stop,
             logprobs=shown,
             stream=stream,
-            include_usage=_flag(others, "stream_options.include_usage"),
+            include_usage=_take(others, "stream_options.include_usage", bool, False),
         )
         if found.n * len(found.prompts) > MOST_TEXTS:
             raise ApiError(400, f"a request is for {MOST_TEXTS} texts at most: its prompts times n", "n")
         for name, value in (fields | others).items():  # that nothing has read
-            if name not in {*_WITHOUT_EFFECT, "model"} and value not in _NOTHING.get(name, []):
+            if name not in _WITHOUT_EFFECT and value not in _NOTHING.get(name, []):
                 why = f"{name:.60}={json.dumps(value):.60} could change the answer, and this server does not do it"
                 code = "unsupported_value" if name in _NOTHING else "unknown_parameter"
                 raise ApiError(400, f"{why}: leave it out", name, code)
         return found
 
 
-def _take(fields: dict[str, Any], name: str, default: Any, words: str, is_valid: Callable[[Any], bool]) -> Any:
+def _take(fields: dict[str, Any], name: str, kind: Any, default: Any) -> Any:
+    """Remove a field, and return its value, or ``default`` if it is not there; raise `ApiError` for another kind."""
     if name not in fields:
         return default
-    if not is_valid(value := fields.pop(name)):
-        raise ApiError(400, f"{name} must be {words}, not {value!r:.60}", name)
-    return value
+    value = fields.pop(name)
+    try:
+        return convert(value, kind)
+    except ValidationError as error:
+        raise ApiError(400, f"{name} is not valid: {error}", name) from None
 
 
-def _number(fields: dict[str, Any], name: str, default: Any, low: float, high: float) -> Any:
-    kinds, word = ((int, float), "a number") if isinstance(low, float) else ((int,), "an integer")
-    words = f"{word} from {low} to {high}"
-    return _take(fields, name, default, words, lambda it: type(it) in kinds and low <= it <= high)
-
-
-def _flag(fields: dict[str, Any], name: str) -> bool:
-    return bool(_take(fields, name, False, "true or false", lambda it: type(it) is bool))
-
-
-def _stops(value: Any) -> list[str]:
-    texts = [value] if isinstance(value, str) else value
-    if not isinstance(texts, list) or len(texts) > 4 or not all(isinstance(each, str) and each for each in texts):
-        raise ApiError(400, "stop must be a text, or up to 4 texts, none of them empty", "stop")
-    return texts
-
-
-def _prompts(value: Any) -> list[Any]:
-    def are_tokens(row: Any) -> bool:
-        return isinstance(row, list) and all(type(each) is int for each in row)
-
-    rows: Any = [value] if isinstance(value, str) or are_tokens(value) else value
-    if not isinstance(rows, list) or not all(isinstance(row, str) or are_tokens(row) for row in rows):
+def _prompts(fields: dict[str, Any]) -> list[Any]:
+    rows: str | list[Any] = _take(fields, "prompt", str | list[str | int | list[int]], None)
+    numbers = [row for row in rows if isinstance(row, int)]
+    if isinstance(rows, str) or len(numbers) == len(rows):
+        return [rows]
+    if numbers:
         raise ApiError(400, "prompt must be a text, a list of texts, a list of tokens, or a list of those", "prompt")
     return rows
 
 
-def _messages(value: Any) -> list[dict[str, str]]:
-    if not isinstance(value, list) or not value:
-        raise ApiError(400, "messages must be a list with at least one message", "messages")
-    return [_message(f"messages[{number}]", each) for number, each in enumerate(value)]
+def _messages(fields: dict[str, Any]) -> list[dict[str, str]]:
+    given = fields["messages"]
+    messages = _take(fields, "messages", Annotated[list[_Message], Meta(min_length=1)], None)
+    for number, each in enumerate(given):
+        more = [name for name in each if name not in ("role", "content") and each[name] not in (None, [], {}, "")]
+        if more:
+            where = f"messages[{number}]"
+            raise ApiError(400, f"{where}.{more[0]:.60} is not read by this server: leave it out", where)
+    return [_for_template(each) for each in messages]
 
 
-def _message(where: str, value: Any) -> dict[str, str]:
-    if not isinstance(value, dict) or value.get("role") not in _ROLES:
-        raise ApiError(400, f"{where} must have a role, one of {', '.join(_ROLES)}", where)
-    if more := [name for name in value if name not in ("role", "content") and value[name] not in (None, [], {}, "")]:
-        raise ApiError(400, f"{where}.{more[0]:.60} is not read by this server: leave it out", where)
-    content = value.get("content")
-    parts: Any = [{"type": "text", "text": content}] if isinstance(content, str) else content
-    texts = [dict(part) if isinstance(part, dict) else {} for part in parts] if isinstance(parts, list) else [{}]
-    if not all(text.get("type") == "text" and isinstance(text.get("text"), str) for text in texts):
-        raise ApiError(400, f"{where}.content must be a text, or a list of parts of type text", where)
+def _for_template(message: _Message) -> dict[str, str]:
+    content = message.content
+    text = content if isinstance(content, str) else "".join(part.text for part in content)
     # "developer" is OpenAI's newer name of the role, which chat templates do not know.
-    role = "system" if value["role"] == "developer" else value["role"]
-    return {"role": role, "content": "".join(text["text"] for text in texts)}
+    return {"role": "system" if message.role == "developer" else message.role, "content": text}

@@ -147,7 +147,7 @@ def test_fields_that_are_not_there_are_refused(name):
     {
         "model": (None, 7),
         "max_tokens": (0, -1, 1.5, "7", True, 2**40),
-        "temperature": (-0.1, 2.1, "1", True, float("nan"), float("inf"), [1]),
+        "temperature": (-0.1, 2.1, "1", True, [1]),
         "top_p": (-0.1, 1.1, "1"),
         "seed": (2**63, 1.0, "1", True),
         "n": (0, 17, "1", True),
@@ -185,7 +185,9 @@ def test_there_is_a_limit_to_the_texts_of_a_request():
     assert refused(prompt=["a"] * 9, n=2)["param"] == "n"
 
 
-@pytest.mark.parametrize("raw", [b"", b"{", b"[]", b"7", b"\xff", b'{"prompt": "\\ud800"}', b"[" * 200_000])
+@pytest.mark.parametrize(
+    "raw", [b"", b"{", b"[]", b"7", b"\xff", b'{"prompt": "\\ud800"}', b'{"n": NaN}', b"[" * 200_000]
+)
 def test_a_body_that_is_no_object_is_refused(raw):
     with pytest.raises(ApiError, match="not a JSON object") as found:
         TextRequest.read(raw, chat=False)
