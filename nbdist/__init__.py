@@ -151,8 +151,8 @@ ROOMS: dict[str, str] = {
         "timeline watched pipeline_part pipeline_parts pipeline"
     ),
     "swarm": (
-        "carriage history policy stacking weight_file adapter model_cache named_models server directory deputy client "
-        "doors placer http swarm serving connecting"
+        "weakly carriage history policy stacking weight_file adapter model_cache named_models server directory deputy "
+        "client doors placer http swarm serving connecting"
     ),
     "cluster": (
         "group_history undoing spec jupyter targets spawning processes output errors kernels examination lifecycle "

@@ -46,6 +46,7 @@ stacking     stacks several requests into one, and splits a request into micro-b
 carriage     the extra time that a call with large tensors gets on a slow connection
 named_models models that can be served by name, such as "smollm2"
 weight_file  the file of weights, mapped and aligned
+weakly       calls a method of an object without keeping the object alive
 model_cache  works on transformers' caches
 adapter      finds, loads and calls the parts of a transformers model
 ============ ======================================================================================

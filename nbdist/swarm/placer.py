@@ -56,6 +56,7 @@ from nbdist.swarm.policy import Policy
 from nbdist.swarm.server.neighbours import Address
 from nbdist.swarm.server.server import Options
 from nbdist.swarm.server.sources import offer
+from nbdist.swarm.weakly import weakly
 
 if TYPE_CHECKING:
     from nbdist.wire.messages import Record
@@ -133,7 +134,7 @@ class Placer:
         self._welcoming = threading.Lock()  # held while a volunteer joins: the next one must know which blocks it has
         agent.named.publish(self.address.name, self, *_CALLED, clients=_FOR_CLIENTS)
         for end in (
-            weakref.finalize(self, agent.on_lost(partial(_tell_loss, weakref.ref(self), agent))),
+            weakref.finalize(self, agent.on_lost(weakly(self._on_lost))),
             weakref.finalize(self, _close_servers, agent, self._directory, self.term, self._made),
         ):
             end.atexit = False  # a process that exits without `close` leaves the swarm to its other clients
@@ -141,11 +142,10 @@ class Placer:
     def make_crew(self) -> Crew:
         """Return the crew of the client in this process. The swarm ends with it: it alone keeps this placer."""
         crew = Crew(self, self._facts, self._journal)
-        self._crew = known = weakref.ref(crew)
+        self._crew = weakref.ref(crew)
         # Not with this object, which would be a cycle: the swarm ends when nobody uses it.
-        self._directory.watch(lambda news: False if (own := known()) is None else own.take(news))
-        me = weakref.ref(self)
-        self._directory.watch(lambda news: False if (own := me()) is None else own.repair_soon(news.entries))
+        for listener in (crew.take, self._repair_soon):
+            self._directory.watch(weakly(listener))
         return crew
 
     @property
@@ -246,6 +246,11 @@ class Placer:
         """Return what the directory has now."""
         return self._directory.news()
 
+    def _on_lost(self, record: Record, _: str) -> None:
+        for client in self.news().clients:
+            if client.worker == record.name:
+                self._agent.submit(partial(self.leave, client))
+
     def lost(self, entry: ServerEntry, why: str) -> None:
         """Mark a server as gone."""
         self._directory.change(entry, lambda now: now if now.state in ("gone", "offline") else now.rested("gone", why))
@@ -304,21 +309,27 @@ class Placer:
 
     def welcome(self) -> None:
         """Let workers serve that were started with ``--serve``: those that are here now, and those that come."""
-        for_this = partial(_welcome, weakref.ref(self), self._agent)
-        weakref.finalize(self, self._agent.on_joined(for_this)).atexit = False
+        weakref.finalize(self, self._agent.on_joined(weakly(self._on_joined))).atexit = False
         for record in self._agent.members():
-            for_this(record)
+            self._on_joined(record)
+
+    def _on_joined(self, record: Record) -> None:
+        self._agent.submit(partial(weakly(self.take_in), record))
 
     def take_in(self, record: Record) -> None:
-        """If a worker is a volunteer, and has not served yet, give it the blocks that need a server most."""
-        if not self._agent.call(record.name, os.getenv, VOLUNTEER).wait():
-            return
-        with self._welcoming, self.crew.working():
-            known = self._directory.find(record.name)
-            self.crew.check_open()
-            if known is None or known.incarnation != record.incarnation:
-                offers = {name: member.offer() for name, member in self.crew.serving().items()}
-                self.join(record.name, *routing.needed(offers, self._facts.sizes, self._facts.policy.room))
+        """If a worker is a volunteer, and has not served yet, give it the blocks that need a server most.
+
+        If it cannot load them, the log says why.
+        """
+        with contextlib.suppress(Exception):  # of loading, any: `_joining` has told it
+            if not self._agent.call(record.name, os.getenv, VOLUNTEER).wait():
+                return
+            with self._welcoming, self.crew.working():
+                self.crew.check_open()
+                known = self._directory.find(record.name)
+                if known is None or known.incarnation != record.incarnation:
+                    offers = {name: member.offer() for name, member in self.crew.serving().items()}
+                    self.join(record.name, *routing.needed(offers, self._facts.sizes, self._facts.policy.room))
 
     def _make_server(self, worker: int | str) -> ServerEntry:
         """Make a new server on a worker, without waiting for it, and return its entry, which `_joining` adds."""
@@ -438,18 +449,20 @@ class Placer:
             with contextlib.suppress(Gone):
                 return self.mend(begin, end, without)
 
-    def repair_soon(self, entries: Sequence[ServerEntry]) -> None:
+    def _repair_soon(self, news: SwarmNews) -> None:
         """Let a thread of the agent `repair` the swarm if that is needed. Must be quick: the directory calls it."""
-        if entries != self._repaired and orphans(entries, self._living()):
-            self._repaired = entries
-            self._agent.submit(partial(_repair, weakref.ref(self)))
+        if news.entries != self._repaired and orphans(news.entries, self._living()):
+            self._repaired = news.entries
+            self._agent.submit(weakly(self.repair))
 
     def repair(self) -> None:
         """Let servers load the `orphans`, so that the next token need not wait. The log names those that none can load.
 
-        They stay free until the servers change, or a client asks (`mend`).
+        They stay free until the servers change, or a client asks (`mend`). Raises nothing if the swarm was closed, or
+        has another placer.
         """
-        with self._arranging, self.crew.working():  # one after the other: two deaths at once make one repair, or two
+        # One after the other: two deaths at once make one repair, or two.
+        with contextlib.suppress(NbdistError), self._arranging, self.crew.working():
             for run in routing.runs_of(orphans(self._directory.all(), self._living())):
                 full = self._full()
                 try:
@@ -594,28 +607,6 @@ class Placer:
         let_go()
         if self._folder is not None:
             self._folder.leave()
-
-
-def _tell_loss(known: weakref.ref[Placer], agent: Agent, record: Record, _: str) -> None:
-    if (placer := known()) is not None:
-        for client in placer.news().clients:
-            if client.worker == record.name:
-                agent.submit(partial(placer.leave, client))
-
-
-def _welcome(known: weakref.ref[Placer], agent: Agent, record: Record) -> None:
-    def take_in() -> None:
-        if (placer := known()) is not None:
-            with contextlib.suppress(Exception):  # of loading, any: the log says why the worker is gone (`_joining`)
-                placer.take_in(record)
-
-    agent.submit(take_in)
-
-
-def _repair(known: weakref.ref[Placer]) -> None:
-    if (placer := known()) is not None:
-        with contextlib.suppress(NbdistError):  # the swarm was closed meanwhile, or has another placer
-            placer.repair()
 
 
 def _close_servers(agent: Agent, directory: Directory, term: Term, made: dict[str, RRef[Deputy]]) -> None:

@@ -40,6 +40,7 @@ from nbdist.swarm.server.neighbours import Address
 from nbdist.swarm.server.server import NotHere
 from nbdist.swarm.server.session_caches import NoSession, StepReply
 from nbdist.swarm.stacking import DEFAULT_LAYOUT, StackInput, StackLayout
+from nbdist.swarm.weakly import weakly
 
 if TYPE_CHECKING:
     from nbdist.wire.messages import Record
@@ -89,7 +90,7 @@ class Crew:
         self._agent = outside or api.current_agent()
         self.name = self._agent.me.name
         self.incarnation = self._agent.me.incarnation  # when a server loses this agent, it drops this client's sessions
-        weakref.finalize(self, self._agent.on_lost(partial(_tell_loss, weakref.ref(self)))).atexit = False
+        weakref.finalize(self, self._agent.on_lost(weakly(self._on_lost))).atexit = False
 
     # -- who there is -------------------------------------------------------------------------
 
@@ -155,6 +156,9 @@ class Crew:
             self.forsake(member, why)
         if incarnation in self.usage:
             self.note_usage(incarnation, {})
+
+    def _on_lost(self, record: Record, why: str) -> None:
+        self.lose(record.incarnation, why)
 
     def forsake(self, member: ServerRecord, why: object) -> None:
         """Mark one server as "gone", as `lose` does, after a call to it has failed."""
@@ -353,12 +357,6 @@ class Crew:
             for member in self.there if members is None else members:
                 if member.there:
                     self.send(member, "close", session, begin)  # a server without the session ignores this
-
-
-def _tell_loss(known: weakref.ref[Crew], record: Record, why: str) -> None:
-    crew = known()  # weak, because the agent lives longer than a swarm that nobody uses
-    if crew is not None:
-        crew.lose(record.incarnation, why)
 
 
 def _do_nothing() -> None: ...  # an answer to this call shows that a worker is alive

@@ -22,7 +22,6 @@ import time
 import weakref
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -43,6 +42,7 @@ from nbdist.swarm.server.queues import QueuedRequest, RequestQueues, prioritize
 from nbdist.swarm.server.runtime import Runtime
 from nbdist.swarm.server.session_caches import NoSession, ServerSession, StepCall, StepReply
 from nbdist.swarm.server.sources import FarWeights, Source
+from nbdist.swarm.weakly import weakly
 
 if TYPE_CHECKING:
     from nbdist.wire.messages import Record
@@ -151,9 +151,10 @@ class Server:
         self._room = Room(self.options.cache_bytes)
         self._per_token = 0.0  # bytes of cache for a token in a block; 0 until the first step has shown it
         self._steps = 0
-        self._runtime = Runtime(RequestQueues(self.options.largest), _compute, partial(_look, weakref.ref(self)))
+        # The computing thread and the agent refer to this object weakly: without other references it must be freed.
+        self._runtime = Runtime(RequestQueues(self.options.largest), _compute, weakly(self.look))
         self._agent.named.publish(name, self, *CALLED, clients=FOR_CLIENTS)
-        weakref.finalize(self, self._agent.on_lost(partial(_lost, weakref.ref(self)))).atexit = False
+        weakref.finalize(self, self._agent.on_lost(weakly(self.on_lost))).atexit = False
 
     # -- blocks -------------------------------------------------------------------------------
 
@@ -583,10 +584,10 @@ class Server:
         self._room.expire(now)
         return bool(self._sessions)
 
-    def on_lost(self, client: int) -> None:
-        """Drop the sessions of a client that is lost; ``client`` is its agent's incarnation."""
+    def on_lost(self, record: Record, _: str) -> None:
+        """Drop the sessions of a client whose agent is lost."""
         for key, session in list(self._sessions.items()):
-            if session.client == client:
+            if session.client == record.incarnation:
                 self._drop(key, session, "its client is gone")
 
 
@@ -615,17 +616,6 @@ def _check_dtype(dtype: torch.dtype | None, device: str) -> None:
                     f"{torch.cuda.get_device_name()} would only emulate bfloat16, slowly; use dtype=torch.float16 or "
                     "torch.float32"
                 )
-
-
-def _look(server: weakref.ref[Server]) -> bool:
-    # The computing thread and the agent refer to the server weakly: a server without other references must be freed.
-    found = server()
-    return found is not None and found.look()
-
-
-def _lost(server: weakref.ref[Server], record: Record, _: str) -> None:
-    if (found := server()) is not None:
-        found.on_lost(record.incarnation)
 
 
 # A function and the item to call it with, which may be stacked with other requests' items; None to call it alone.
