@@ -55,11 +55,7 @@ Halted = Callable[[], bool] | None
 
 
 class Gone(NbdistError):
-    """A server died or did not answer, and the crew has noted that. The caller should ask for another route."""
-
-
-class Forgotten(Gone):
-    """A server answers, but no longer has the session or block."""
+    """A server died, did not answer, or no longer has the session or block. The caller should ask for another route."""
 
 
 class Crew:
@@ -280,7 +276,7 @@ class Crew:
         """Wait for a call's result and return it; wait ``within`` seconds, or until the call itself times out.
 
         If the call failed, notes what that says about the server, and raises `Gone` if the server is lost, or has not
-        answered and is banned; `Forgotten` if it does not have the block or the session, or its input has not arrived.
+        answered and is banned, and also if it does not have the block or the session, or its input has not arrived.
         Errors of the computation itself are raised unchanged.
         """
         with member.asked():
@@ -301,15 +297,14 @@ class Crew:
             except PlacerReplaced as error:  # the answer to an order of a placer in this process
                 self.take(error.news)
                 raise
-            except NotHere as error:
-                with contextlib.suppress(NbdistError):
-                    # So that the next route does not lead here again.
-                    there = self._agent.at(*member.address).ask("info", timeout=self.policy.step_timeout)
-                    self.placing.lacks(member.entry, [each for each in member.blocks if each not in there.blocks])
-                    self._read()
-                raise Forgotten(f"{member.name}: {error}") from error.with_traceback(None)
-            except (NoSession, TimeoutError) as error:
-                raise Forgotten(f"{member.name}: {error}") from error.with_traceback(None)
+            except (NotHere, NoSession, TimeoutError) as error:
+                if isinstance(error, NotHere):  # so that the next route does not lead here again
+                    with contextlib.suppress(NbdistError):
+                        there = self._agent.at(*member.address).ask("info", timeout=self.policy.step_timeout)
+                        lacking = [each for each in member.blocks if each not in there.blocks]
+                        self.placing.lacks(member.entry, lacking)
+                        self._read()
+                raise Gone(f"{member.name}: {error}") from error.with_traceback(None)
 
     def outwait(
         self, member: ServerRecord, asked: Future[Any], within: float | None = None, halted: Halted = None
