@@ -211,7 +211,7 @@ class Doorkeeper:
             return  # its servers are gone
         with contextlib.suppress(NbdistError):  # RPC may have ended
             for member in crew.there:
-                crew.send(member, "close_all", f"{link.name}/")
+                crew.send(member, "close", link.name)
 
 
 def _layer_call(call: LayerCall) -> LayerCall:

@@ -112,7 +112,7 @@ class Info(NamedTuple):
 
 
 CALLED = (
-    *("info", "open", "link", "close", "close_all", "push", "step", "export", "adopt"),
+    *("info", "open", "link", "close", "push", "step", "export", "adopt"),
     *("forward", "backward", "returns_tuple"),
 )
 """The methods of a `Server` that clients and other servers call. The placer calls its deputy."""
@@ -248,16 +248,13 @@ class Server:
         self.find(id, begin).next = to, at
 
     def close(self, id: str, begin: int | None = None) -> None:
-        """Drop a session, or only one of its spans, if it is here; steps that wait for it fail with NoSession."""
-        for key, session in list(self._sessions.items()):
-            if key[0] == id and begin in (None, key[1]):
-                self._drop(key, session, "its client has closed it")
+        """Drop a session, or only one of its spans, if it is here; steps that wait for it fail with NoSession.
 
-    def close_all(self, start: str) -> None:
-        """Drop all sessions whose ids begin with ``start``: they are those of a client on another host."""
+        Also drops the sessions whose ids go on after ``id`` with a slash: those of a client on another host.
+        """
         for key, session in list(self._sessions.items()):
-            if key[0].startswith(start):
-                self._drop(key, session, "its client is gone")
+            if f"{key[0]}/".startswith(f"{id}/") and begin in (None, key[1]):
+                self._drop(key, session, "its client has closed it")
 
     def _drop(self, key: tuple[str, int], session: ServerSession, why: str) -> None:
         """Take a session out of the table and end it, if the table still has this very object."""
