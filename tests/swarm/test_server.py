@@ -460,7 +460,7 @@ def test_a_server_goes_with_its_swarm(world, monkeypatch):
     swarm = serve(swarm_models.make("llama"), workers=[1, 2])
     server = weakref.ref(swarm_models.servers_here()[swarm.crew.member("worker1").address.name])
     swarm.close()
-    wait_until(lambda: removed)
+    wait_until(lambda: len(removed) == 2)  # by its deputy, and when it was freed
     assert server() is None
     with pytest.raises(UsageError, match="closed"):
         swarm.causal_lm()
