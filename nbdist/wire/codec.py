@@ -8,7 +8,7 @@ module         subject
 `quick`        values of atoms, tensors and references: a pickle of the atoms, with holes; the usual call
                and the usual result, in one function each
 `pickler`      any other value: exceptions, modules, TorchScript, definitions of ``__main__``, references
-`unpickler`    reads what picklers have written (this and the following in `nbdist.wire.pickling`)
+`unpickler`    reads what it has written (this and the following in `nbdist.wire.pickling`)
 `stand_ins`    the objects in a pickled body that are written as names only
 `definitions`  the functions and classes of ``__main__``: their names and digests
 `registered`   the types and reducers that higher layers register with the codec

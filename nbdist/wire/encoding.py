@@ -3,9 +3,8 @@
 ====================================  ======================================================
 value                                 way
 ====================================  ======================================================
-atoms, also in containers             one call of C pickle
+atoms                                 one call of C pickle
 tensors, references, atoms            `nbdist.wire.quick`: a pickle of atoms, with holes
-tensors and atoms in containers       `_TensorPickler`: a pickler that looks for tensors only
 any other value                       `nbdist.wire.pickling.pickler`
 ====================================  ======================================================
 """
@@ -28,7 +27,6 @@ from nbdist.wire.messages import Payload
 from nbdist.wire.pickling import culprit
 from nbdist.wire.pickling.pickler import Pickler, ValueWanted
 from nbdist.wire.pickling.registered import Forker, reference_types
-from nbdist.wire.quick import ATOMS, MOST_ITEMS
 from nbdist.wire.tensors import Buffer, Space, TensorPacker, is_packable
 
 torch_private.load_layouts()
@@ -55,10 +53,8 @@ def encode(
 
     Raises EncodeError for a value that cannot be sent. Its text begins with a verb; callers put a noun before it.
     """
-    # The cheapest way first. Each check inspects the value only as far as it must.
     form = quick.form_of(value, reference_types)
-    simplicity = _simplicity(value, record) if form == quick.OTHER else _TENSORS
-    if form == quick.PLAIN or simplicity == _PLAIN:
+    if form == quick.PLAIN:
         return Encoded(NO_TENSORS, [pickle.dumps(value, 5)])
     body, out_of_band = io.BytesIO(), list[Buffer]()
     places: list[int] = []
@@ -67,14 +63,6 @@ def encode(
         if form != quick.OTHER:
             return quick.encode(value, form, forker, record, devices, space)
         packer = TensorPacker(devices, space)
-        if simplicity == _TENSORS:
-            # Tensors in containers, and nothing else that needs care.
-            few = _TensorPickler(body, packer, record)
-            few.dump(value)
-            tensors, where, frames = packer.pack()
-            payload = Payload(where, tensors, recorded=few.places, places=packer.places)
-            return Encoded(payload, [body.getvalue(), *frames], few.recorded, slots=packer.slots)
-        # Anything else.
         pickler = Pickler(body, out_of_band, packer, forker, by_value, record)
         pickler.lacking, pickler.known = lacking, known
         pickler.dump(value)
@@ -94,60 +82,6 @@ def encode(
     all_frames = [body.getvalue(), *frames, *odd, *out_of_band]
     warn = pickler.requires_grad and not record
     return Encoded(payload, all_frames, pickler.recorded, warn, packer.slots, pickler.named)
-
-
-# The answers of `_simplicity`: a value needs `Pickler`, `_TensorPickler`, or plain pickle.
-_COMPLEX, _TENSORS, _PLAIN = range(3)
-
-
-def _simplicity(value: Any, record: bool, depth: int = 4) -> int:
-    """Return which pickler ``value`` needs: `_PLAIN`, `_TENSORS` or `_COMPLEX`.
-
-    `_PLAIN` values are atoms (None, bool, int, float, str, bytes) in tuples, lists and dicts. `_TENSORS` values have
-    tensors among these. Containers of more than 64 items, or more than ``depth`` deep, are `_COMPLEX`, and so is a
-    tensor that requires grad, unless ``record``.
-    """
-    kind = type(value)
-    if kind in ATOMS:
-        return _PLAIN
-    if kind is torch.Tensor:
-        return _TENSORS if is_packable(value) and (record or not value.requires_grad) else _COMPLEX
-    if kind is dict:
-        value = [*value, *value.values()]
-    elif kind is not tuple and kind is not list:
-        return _COMPLEX
-    if not depth or len(value) > MOST_ITEMS:  # the depth also ends the search in a list that contains itself
-        return _COMPLEX
-    simplest = _PLAIN
-    for item in value:
-        if type(item) not in ATOMS:
-            simplest = min(simplest, _simplicity(item, record, depth - 1))
-    return simplest
-
-
-class _TensorPickler(pickle.Pickler):
-    """Pickles tensors and atoms in containers, with fewer checks than `nbdist.wire.pickling.pickler`."""
-
-    def __init__(self, file: io.BytesIO, packer: TensorPacker, record: bool) -> None:
-        """Pickle into ``file``; tensors go to ``packer``. With ``record``, those that require grad go to `recorded`."""
-        super().__init__(file, protocol=5)
-        self.recorded: list[torch.Tensor] = []
-        self.places: list[int] = []  # the index of each recorded tensor among the message's tensors
-        self._recorded_at: dict[int, int] = {}  # by ``id``: `recorded` keeps the tensors alive
-        self._packer = packer
-        self._record = record
-
-    def persistent_id(self, obj: Any) -> int | None:
-        """Return a tensor's index in the message, for tensors in `recorded` -1, -2, …; None for other objects."""
-        if type(obj) is not torch.Tensor:
-            return None
-        if not self._record or not obj.requires_grad:
-            return self._packer.add(obj)
-        if (index := self._recorded_at.get(id(obj))) is None:
-            index = self._recorded_at[id(obj)] = len(self.recorded)
-            self.recorded.append(obj)
-            self.places.append(self._packer.add(obj.detach()))
-        return -1 - index
 
 
 def _pack_recorded(tensors: Sequence[torch.Tensor], packer: TensorPacker, frames: list[Buffer]) -> list[int]:

@@ -20,7 +20,7 @@ from nbdist.ids import GlobalId
 
 # Increase this with every change of the bytes between agents, which include names of nbdist's modules and functions:
 # agents of different versions refuse each other. `tests/wire/test_version.py` knows the fields of all messages.
-VERSION = 17
+VERSION = 18
 
 
 class TensorMeta(msgspec.Struct, array_like=True, frozen=True):

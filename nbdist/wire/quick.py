@@ -33,7 +33,7 @@ from nbdist.wire.tensors import Buffer, Lent, Space, TensorPacker, is_packable, 
 
 # The types that plain pickle carries, and that cannot refer to anything else.
 ATOMS = frozenset({type(None), bool, int, float, str, bytes})
-MOST_ITEMS = 64  # of a value or of a container in it; one with more is left to the general way
+_MOST_ITEMS = 64  # of a value or of a container in it; one with more is left to the general way
 
 # The forms of values. `Payload.form` is one of them if the body has holes, else 0.
 PLAIN, WHOLE, TUPLE, LIST, CALL, OTHER = range(6)
@@ -69,7 +69,7 @@ def form_of(value: Any, references: Collection[type]) -> int:
         items, form = value, TUPLE if kind is tuple else LIST
     else:
         return WHOLE if kind in references or is_packable(value) else OTHER
-    if len(items) > MOST_ITEMS:
+    if len(items) > _MOST_ITEMS:
         return OTHER
     found = PLAIN
     for item in items:

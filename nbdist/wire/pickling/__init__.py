@@ -10,6 +10,6 @@
 `large_values`   warns about large values that travel with functions
 `classes`        rebuilds classes that came by value
 `pickler`        pickles any value
-`unpickler`      rebuilds what `pickler` and `nbdist.wire.encoding` have pickled
+`unpickler`      rebuilds what `pickler` has pickled
 ===============  ==========================================================
 """

@@ -1,4 +1,4 @@
-"""Rebuilds the values that `nbdist.wire.pickling.pickler` and `nbdist.wire.encoding` have pickled."""
+"""Rebuilds the values that `nbdist.wire.pickling.pickler` has pickled."""
 
 from __future__ import annotations
 
@@ -52,10 +52,6 @@ class Unpickler(pickle.Unpickler):
         # The globals that were made for functions, by the id of the dict that they replace, which is kept so that no
         # other object gets its id.
         self._globals: dict[int, tuple[Any, _Globals]] = {}
-
-    def persistent_load(self, index: int) -> torch.Tensor:
-        """Return the tensor for an index that a `TensorPickler` wrote; -1, -2, … count the recorded tensors."""
-        return self._tensors[index] if index >= 0 else self._recorded[-1 - index]
 
     def read(self) -> Any:
         """Return the value. Afterwards, this object does not refer to it. Call this only once."""
