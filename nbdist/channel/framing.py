@@ -11,10 +11,10 @@ If a message has arrived as a whole, it is cut at once (`FrameCutter.feed`). For
 memory of the message's length as soon as it has read the length, and the caller reads the rest from the socket into
 this memory::
 
-    feed(beginning) -> room -> wrote(count) -> room -> wrote(count) -> [Large] -> frames()
+    feed(beginning) -> room -> wrote(count) -> room -> wrote(count) -> the message -> split(message)
 
 The memory is not filled with zeros, as `bytearray(length)` would be. So a head that announces many bytes takes no
-memory until the bytes arrive. `Large.frames` copies the whole message, so call it where no other thread waits.
+memory until the bytes arrive. `split` copies the whole message, so call it where no other thread waits.
 """
 
 from __future__ import annotations
@@ -39,15 +39,12 @@ def head(sizes: Sequence[int]) -> bytes:
     return layout.pack(_SIZE * count + sum(sizes), count, *sizes)
 
 
-class Large:
-    """A whole message in its own memory, not cut into frames yet."""
-
-    def __init__(self, whole: memoryview) -> None:
-        self._whole = whole
-
-    def frames(self) -> list[bytes]:
-        """Return copies of the frames. Raises ProtocolError if their sizes do not add up to the message's length."""
-        return _copy_frames(self._whole, 0, *_HEAD.unpack_from(self._whole))
+def split(whole: bytes | memoryview) -> list[bytes]:
+    """Return copies of the frames of a whole message. Raises ProtocolError for bytes that are not one message."""
+    length, count = _HEAD.unpack_from(whole) if len(whole) >= _HEAD.size else (0, 0)
+    if _HEAD.size + length != len(whole) or not 0 < _SIZE * count <= length:
+        raise _garbage(f"a message of {length} bytes claims {count} frames")
+    return _copy_frames(whole, 0, length, count)
 
 
 class FrameCutter:
@@ -67,14 +64,14 @@ class FrameCutter:
         assert self.large is not None
         return self.large[self._filled :]
 
-    def wrote(self, count: int) -> list[Large]:
-        """Record that ``count`` bytes were written to `room`; return the message in a list, [] if it is not whole."""
+    def wrote(self, count: int) -> memoryview | None:
+        """Record that ``count`` bytes were written to `room`; return the message if it is whole now."""
         assert self.large is not None
         self._filled += count
         if self._filled < len(self.large):
-            return []
+            return None
         whole, self.large = self.large, None
-        return [Large(whole)]
+        return whole
 
     def feed(self, data: bytes) -> list[list[bytes]]:
         """Take bytes that have arrived while `large` is None; return the whole messages, each as its frames.

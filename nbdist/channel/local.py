@@ -37,7 +37,7 @@ from typing import NamedTuple
 from nbdist.channel import machine
 from nbdist.channel.after_fork import call_forked
 from nbdist.channel.contract import ChannelError, Link, TooManyFiles
-from nbdist.channel.framing import FrameCutter, Large
+from nbdist.channel.framing import FrameCutter, split
 from nbdist.channel.gate import Gate
 from nbdist.channel.local_link import LocalLink, Outbox, peer_of
 from nbdist.channel.spinning import POLL_SECONDS, Spinning
@@ -337,7 +337,7 @@ class LocalChannel:
         """Cut a large message into frames. If the bytes are none, or there is no memory, give the connection up."""
         # Copying takes long, so without the lock.
         try:
-            return message.large.frames()
+            return split(message.whole)
         except (ProtocolError, MemoryError) as error:
             with self._turn:
                 number = message.incoming.socket.fileno()
@@ -458,7 +458,8 @@ class _Incoming:
             if not count:
                 raise EOFError
             self.is_empty = count < len(room) and not self.has_ended
-            return [_Uncut(self, large) for large in cutter.wrote(count)]
+            whole = cutter.wrote(count)
+            return [_Uncut(self, whole)] if whole is not None else []
         except BlockingIOError:
             self.is_empty = True
             return []
@@ -468,4 +469,4 @@ class _Uncut(NamedTuple):
     """A large message that has arrived as a whole, and its connection."""
 
     incoming: _Incoming
-    large: Large
+    whole: memoryview

@@ -24,19 +24,22 @@ import os
 import socket
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
 
 from nbdist.channel import machine
 from nbdist.channel.contract import Channel, ChannelError, TooManyFiles
+from nbdist.channel.framing import split
 from nbdist.channel.large_inbox import LargeInbox
 from nbdist.channel.locked_directory import LockedDirectory, sweep
 from nbdist.channel.resources import require_files
 from nbdist.channel.secret import Secret, runtime_directory
-from nbdist.channel.zeromq_links import LargeZeroMqLink, ZeroMqLink, get_ready_to_send_without_copies, split
+from nbdist.channel.zeromq_links import LargeZeroMqLink, ZeroMqLink, get_ready_to_send_without_copies
+from nbdist.errors import ProtocolError
 
 _FOR_LARGE = "#large"  # the end of the addresses at which an agent takes large messages
 _SMALL_THREAD, _LARGE_THREAD = 1, 2  # ZeroMQ's two threads, as bits of ``ZMQ_AFFINITY``, for small and large messages
@@ -95,7 +98,6 @@ class ZeroMqChannel(Channel):
         self._lock = threading.Lock()
         self._receiving = threading.Lock()
         self._links: weakref.WeakSet[ZeroMqLink] = weakref.WeakSet()
-        self._resources = contextlib.ExitStack()
         require_files(_FILES_AT_START, "ZeroMQ cannot start")  # without files, ZeroMQ would abort this process
         with contextlib.ExitStack() as undo:
             self._context = zmq.Context(2)
@@ -116,7 +118,13 @@ class ZeroMqChannel(Channel):
                 self._bind(self._inbox, f"ipc://{own.path}/in")
                 self._bind(large, f"ipc://{own.path}/large", _FOR_LARGE)
             if host is not None:
-                undo.enter_context(self._authenticator())
+                # ZeroMQ's thread that admits a TCP connection only with the members' key pair.
+                authenticator = ThreadAuthenticator(self._context)
+                authenticator.start()
+                undo.callback(authenticator.stop)
+                member = self._secret.curve("member").public
+                only_members = SimpleNamespace(callback=lambda domain, key: key == member)
+                authenticator.configure_curve_callback("*", only_members)
                 # CURVE applies to addresses that are bound from here on. The ipc files are bound already; their
                 # directory protects them.
                 for sock, suffix in ((self._inbox, ""), (large, _FOR_LARGE)):
@@ -127,11 +135,10 @@ class ZeroMqChannel(Channel):
             self._large = LargeInbox(self._context, large, self._max_message)
             undo.callback(self._large.close)
             self._poller = zmq.Poller()
-            self._wake_out, self._wake_in = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-            undo.callback(os.close, self._wake_out)
-            undo.callback(os.close, self._wake_in)
+            self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+            undo.callback(os.close, self._wake)
             self._poller.register(self._inbox, zmq.POLLIN)
-            self._poller.register(self._wake_out, zmq.POLLIN)
+            self._poller.register(self._wake, zmq.POLLIN)
             self._resources = undo.pop_all()
 
     # -- setting up ---------------------------------------------------------------------------
@@ -149,17 +156,6 @@ class ZeroMqChannel(Channel):
         sock.set(zmq.RECONNECT_IVL_MAX, 1000)
         for option, value in _KEEPALIVE.items():
             sock.set(option, value)
-
-    @contextlib.contextmanager
-    def _authenticator(self) -> Iterator[None]:
-        """Run, during the block, ZeroMQ's thread that admits a TCP connection only with the members' key pair."""
-        authenticator = ThreadAuthenticator(self._context)
-        authenticator.start()
-        try:
-            authenticator.configure_curve_callback("*", _OnlyMembers(self._secret.curve("member").public))
-            yield
-        finally:
-            authenticator.stop()
 
     def _bind(self, sock: zmq.Socket[bytes], address: str, suffix: str = "") -> None:
         """Listen at an address, and add it to `addresses`, with the chosen port in place of ``*``, and a ``suffix``."""
@@ -245,9 +241,8 @@ class ZeroMqChannel(Channel):
                 # Rounded up: the caller would otherwise find that its time is not up, and call again at once.
                 ready = self._poller.poll(None if timeout is None else max(0, round(timeout * 1000 + 0.5)))
                 for which, _ in ready:
-                    if which == self._wake_out:
-                        with contextlib.suppress(BlockingIOError):
-                            os.read(self._wake_out, 4096)
+                    if which == self._wake:
+                        os.eventfd_read(self._wake)
                 return self._take() if ready and self._has_message() else None
             except zmq.ZMQError:
                 return None
@@ -258,7 +253,10 @@ class ZeroMqChannel(Channel):
         if self._inbox.get(zmq.RCVMORE):
             self._inbox.recv_multipart(zmq.NOBLOCK)  # no link sends several parts here
             return None
-        return self._large.next() if message == LargeInbox.ANNOUNCEMENT else split(message)
+        try:
+            return self._large.next() if message == LargeInbox.ANNOUNCEMENT else split(message)
+        except ProtocolError:
+            return None
 
     @property
     def file(self) -> int:
@@ -283,8 +281,8 @@ class ZeroMqChannel(Channel):
 
     def wake(self) -> None:
         """Make the waiting `receive`, or else the next one, return None."""
-        with contextlib.suppress(OSError):
-            os.write(self._wake_in, b"w")
+        with contextlib.suppress(OSError, ValueError):  # the channel is closed
+            os.eventfd_write(self._wake, 1)
 
     def close(self) -> None:
         """Close all links and sockets, and remove the channel's directory. A second call does nothing."""
@@ -298,19 +296,8 @@ class ZeroMqChannel(Channel):
                 link.close()
             self._large.close()  # before the inbox, to which it announces messages
             self._inbox.close(0)
-            self._wake_in = -1  # a late `wake`, from a finaliser, must not write to another file that gets this number
+            self._wake = -1  # a late `wake`, from a finaliser, must not write to another file that gets this number
             self._resources.close()
-
-
-class _OnlyMembers:
-    """Admits only connections that prove the members' private key. ZeroMQ's thread calls it."""
-
-    def __init__(self, public: bytes) -> None:
-        self._public = public
-
-    def callback(self, domain: str, key: bytes) -> bool:
-        """Return whether ``key`` is the members' public key. ZeroMQ also passes a ``domain``, which is ignored."""
-        return key == self._public
 
 
 def in_brackets(host: str) -> str:

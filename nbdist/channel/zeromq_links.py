@@ -1,14 +1,13 @@
 """Links over ZeroMQ's PUSH sockets, for small messages and for large ones.
 
-A small message travels as a whole: the number of its frames, their sizes, the frames (`split` takes it apart). A large
-one travels in chunks (`nbdist.channel.assembly`).
+A small message travels in one piece, as `nbdist.channel.framing` lays it out. A large one travels in chunks
+(`nbdist.channel.assembly`).
 """
 
 from __future__ import annotations
 
 import itertools
 import os
-import struct
 import threading
 from collections.abc import Sequence
 
@@ -16,6 +15,7 @@ import zmq
 
 from nbdist.channel.assembly import NOT_COPIED_FROM, chunks
 from nbdist.channel.contract import Buffer, ChannelError, TooManyFiles
+from nbdist.channel.framing import head
 from nbdist.channel.resources import require_files
 from nbdist.errors import ResourceError
 from nbdist.signals import DeferredSignals
@@ -33,7 +33,7 @@ class ZeroMqLink:
     def send(self, frames: Sequence[Buffer], kind: str) -> None:
         """Queue a message for ZeroMQ's own thread. Raises ChannelError if the link or the channel is closed."""
         # One part: each further part takes as long as a system call, and may lose the GIL in the middle.
-        whole = b"".join((struct.pack(f"<I{len(frames)}Q", len(frames), *map(len, frames)), *frames))
+        whole = b"".join((head([*map(len, frames)]), *frames))
         with self._lock:
             try:
                 self._socket.send(whole, zmq.NOBLOCK)
@@ -59,8 +59,8 @@ class LargeZeroMqLink(ZeroMqLink):
         # If Ctrl-C cut a chunk in two, the next chunk's parts would be appended to it.
         with DeferredSignals(), self._lock:
             try:
-                for head, data in chunks(frames, self._name, next(self._numbers)):
-                    self._socket.send(head, zmq.NOBLOCK | zmq.SNDMORE)
+                for begin, data in chunks(frames, self._name, next(self._numbers)):
+                    self._socket.send(begin, zmq.NOBLOCK | zmq.SNDMORE)
                     self._socket.send(data, zmq.NOBLOCK, copy=len(data) < NOT_COPIED_FROM)
             except zmq.ZMQError as error:
                 raise _not_sent(error) from error
@@ -78,17 +78,3 @@ def get_ready_to_send_without_copies() -> None:
 
 def _not_sent(error: zmq.ZMQError) -> ChannelError:
     return ChannelError(f"cannot send a message to another worker: {error}. It was not sent: call again")
-
-
-def split(joined: bytes) -> list[bytes] | None:
-    """Return the frames of a message that arrived as a whole; None for bytes that no link of nbdist sends."""
-    try:
-        (count,) = struct.unpack_from("<I", joined)
-        sizes = struct.unpack_from(f"<{count}Q", joined, 4)
-    except struct.error:
-        return None
-    frames, start = [], 4 + 8 * count
-    for size in sizes:
-        frames.append(joined[start : start + size])
-        start += size
-    return frames if frames and start == len(joined) else None

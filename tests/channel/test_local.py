@@ -25,7 +25,7 @@ from hypothesis import strategies as st
 
 from nbdist.channel import local, local_link, machine
 from nbdist.channel.contract import ChannelError
-from nbdist.channel.framing import FrameCutter, Large, head
+from nbdist.channel.framing import FrameCutter, head, split
 from nbdist.channel.local import LocalChannel
 from nbdist.channel.locked_directory import sweep
 from nbdist.channel.secret import Secret
@@ -104,7 +104,8 @@ def test_messages_are_cut_out_of_pieces_of_any_size(messages, data):
             cut += cutter.feed(piece)
         else:
             room[:size] = piece
-            cut += [large.frames() for large in cutter.wrote(size)]
+            if (large := cutter.wrote(size)) is not None:
+                cut.append(split(large))
     assert cut == messages
 
 
@@ -175,14 +176,14 @@ def test_more_than_there_is_memory_for_is_refused(monkeypatch, caplog):
 
 
 def test_a_large_message_is_cut_while_another_thread_reads(monkeypatch):
-    cutting, go_on, cut = threading.Event(), threading.Event(), Large.frames
+    cutting, go_on, cut = threading.Event(), threading.Event(), split
 
     def frames(large):
         cutting.set()
         assert go_on.wait(SOON)
         return cut(large)
 
-    monkeypatch.setattr(Large, "frames", frames)
+    monkeypatch.setattr("nbdist.channel.local.split", frames)
     with channels("door") as [door]:
         result = in_thread(lambda: receive(door))
         large = bytes(1 << 20)
