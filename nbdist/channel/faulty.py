@@ -7,9 +7,8 @@ to test how they handle failures.
 from __future__ import annotations
 
 import contextlib
-import heapq
-import itertools
 import random
+import sched
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -76,11 +75,14 @@ class FaultyChannel:
         self.inner = inner
         self.faults = faults
         self.random = random.Random(faults.seed)
-        # The delayed sends, a heap: the moment of each, as of `time.monotonic`, its number, and the function to call.
-        # The numbers are all different, so the heap never compares two functions.
-        self._later: list[tuple[float, int, Callable[[], None]]] = []
-        self._numbers = itertools.count()
-        self._changed = threading.Condition()
+        # Receiving is the wrapped channel's.
+        self.receive, self.readers = inner.receive, inner.readers
+        self.has_more, self.wake = inner.has_more, inner.wake
+        self.expect, self.expect_no_more = inner.expect, inner.expect_no_more
+        self.call, self.called = inner.call, inner.called
+        self._later = sched.scheduler(time.monotonic)
+        self._changed = threading.Event()
+        self._lock = threading.Lock()
         self._closed = False
         self._thread: threading.Thread | None = None
 
@@ -96,48 +98,10 @@ class FaultyChannel:
         """
         return FaultyLink(self, self.inner.connect(addresses, is_large))
 
-    @property
-    def readers(self) -> int:
-        """The wrapped channel's number of threads that should wait in `receive`."""
-        return self.inner.readers
-
-    def has_more(self) -> bool:
-        """Return whether a message has arrived for which no thread in the wrapped channel's `receive` will be woken."""
-        return self.inner.has_more()
-
-    def receive(self, timeout: float | None, guest: bool = False, soon: bool = False) -> list[bytes] | None:
-        """Return the wrapped channel's next message, without faults.
-
-        Returns None after ``timeout`` seconds, after `wake`, for the guest also after `call`, and once closed, at once.
-        ``guest`` and ``soon`` are passed on (see `Channel.receive`).
-        """
-        return self.inner.receive(timeout, guest, soon)
-
-    def wake(self) -> None:
-        """Make one waiting `receive` of the wrapped channel, or else the next one, return None. Allowed once closed."""
-        self.inner.wake()
-
-    def expect(self) -> None:
-        """Pass the call on to the wrapped channel: see `Channel.expect`."""
-        self.inner.expect()
-
-    def expect_no_more(self) -> None:
-        """Pass the call on to the wrapped channel: see `Channel.expect_no_more`."""
-        self.inner.expect_no_more()
-
-    def call(self) -> None:
-        """Pass the call on to the wrapped channel: see `Channel.call`."""
-        self.inner.call()
-
-    def called(self) -> None:
-        """Pass the call on to the wrapped channel: see `Channel.called`."""
-        self.inner.called()
-
     def close(self) -> None:
         """Close the wrapped channel. Messages that are still delayed are dropped. A second call does nothing more."""
-        with self._changed:
-            self._closed = True
-            self._changed.notify()
+        self._closed = True
+        self._changed.set()
         self.inner.close()
 
     def after(self, delay: float, action: Callable[[], None]) -> None:
@@ -146,23 +110,17 @@ class FaultyChannel:
         ``action`` must not raise: its error would end the thread, and later actions and delayed messages with it. A
         negative delay counts as 0.
         """
-        with self._changed:
-            heapq.heappush(self._later, (time.monotonic() + delay, next(self._numbers), action))
+        self._later.enter(delay, 0, action)
+        with self._lock:
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="nbdist-faults", daemon=True)
                 self._thread.start()
-            self._changed.notify()
+        self._changed.set()
 
     def _run(self) -> None:
-        while True:
-            with self._changed:
-                while not self._closed and (not self._later or self._later[0][0] > time.monotonic()):
-                    left = self._later[0][0] - time.monotonic() if self._later else None
-                    self._changed.wait(left)
-                if self._closed:
-                    return
-                _, _, action = heapq.heappop(self._later)
-            action()  # without the lock: sending may take long, and other threads call `after`
+        while not self._closed:
+            self._changed.wait(self._later.run(blocking=False))
+            self._changed.clear()
 
 
 class FaultyLink:
