@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import queue
-import threading
 from collections.abc import Sequence
 
 from nbdist.channel.contract import Buffer, Channel, ChannelError
@@ -24,13 +23,11 @@ class Network:
     def __init__(self) -> None:
         self._numbers = itertools.count()
         self._open: dict[str, InProcessChannel] = {}
-        self._lock = threading.Lock()
 
     def open(self) -> InProcessChannel:
         """Return a new channel in this network. `InProcessChannel.close` removes it from the network."""
         channel = InProcessChannel(self, f"inprocess://{id(self):x}/{next(self._numbers)}")
-        with self._lock:
-            self._open[channel.address] = channel
+        self._open[channel.address] = channel
         return channel
 
     def find(self, address: str) -> InProcessChannel | None:
@@ -42,8 +39,7 @@ class Network:
 
         `InProcessChannel.close` calls this. An unknown address, or a second call, does nothing.
         """
-        with self._lock:
-            self._open.pop(address, None)
+        self._open.pop(address, None)
 
 
 class InProcessChannel(Channel):

@@ -76,7 +76,7 @@ class ProcessWatch:
         self._thread: threading.Thread | None = None
         self._closed = False
         with refusals_in_words("cannot watch other processes"):
-            self._wake_out, self._wake_in = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+            self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
 
     def watch(self, pid: int, started: int) -> None:
         """Report the end of this process by ``on_end(pid)``; at once if it has ended already.
@@ -94,8 +94,8 @@ class ProcessWatch:
 
     def _wake(self) -> None:
         """Make the watch's thread check at once for new processes, and whether the watch is closed."""
-        with contextlib.suppress(OSError):
-            os.write(self._wake_in, b"w")
+        with contextlib.suppress(OSError, ValueError):  # closed
+            os.eventfd_write(self._bell, 1)
 
     def _run(self) -> None:
         while True:
@@ -104,14 +104,13 @@ class ProcessWatch:
                     return
                 ended = [pid for pid, started in list(self._polled.items()) if self._has_ended(pid, started)]
                 poller = select.poll()
-                poller.register(self._wake_out, select.POLLIN)
+                poller.register(self._bell, select.POLLIN)
                 for file in self._files:
                     poller.register(file, select.POLLIN)
                 timeout = 0 if ended else _LOOK_EVERY_MS if self._polled else None
             for file, _ in poller.poll(timeout):
-                if file == self._wake_out:
-                    with contextlib.suppress(OSError):
-                        os.read(file, 4096)
+                if file == self._bell:
+                    os.eventfd_read(file)
                 elif file in self._files:
                     ended.append(self._files[file])
             with self._lock:
@@ -158,6 +157,5 @@ class ProcessWatch:
         for file in self._files:
             os.close(file)
         self._files.clear()
-        wake_in, self._wake_in = self._wake_in, -1  # `_wake` must not write to another file that gets this number
-        os.close(wake_in)
-        os.close(self._wake_out)
+        bell, self._bell = self._bell, -1  # `_wake` must not write to another file that gets this number
+        os.close(bell)

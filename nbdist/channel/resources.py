@@ -57,10 +57,7 @@ def refusals_in_words(doing: str) -> Iterator[None]:
         number = _error_number(error)
         if not number:
             raise
-        used_up_and_remedy = in_words(number, _path_of(error))
-        failure = ResourceError(f"{doing}: {used_up_and_remedy}")
-        failure.errno = number
-        raise failure from error
+        raise _used_up(doing, number, _path_of(error)) from error
 
 
 @contextlib.contextmanager
@@ -75,9 +72,14 @@ def full_disk_in_words(path: str | os.PathLike[str], doing: str) -> Iterator[Non
     except NbdistError as error:
         if isinstance(error, ResourceError) or not _is_full(path):
             raise
-        failure = ResourceError(f"{doing}: {in_words(errno.ENOSPC, os.fspath(path))}")
-        failure.errno = errno.ENOSPC
-        raise failure from error
+        raise _used_up(doing, errno.ENOSPC, os.fspath(path)) from error
+
+
+def _used_up(doing: str, number: int, path: str) -> ResourceError:
+    used_up_and_remedy = in_words(number, path)
+    failure = ResourceError(f"{doing}: {used_up_and_remedy}")
+    failure.errno = number
+    return failure
 
 
 def _is_full(path: str | os.PathLike[str]) -> bool:
