@@ -279,16 +279,38 @@ def test_a_sender_that_is_killed():
 
 
 def test_threads_that_ask_for_the_probe_at_once_make_one_file(arena, monkeypatch):
-    together, create = threading.Barrier(4), arenas.mapping.create
+    create = arenas.mapping.create
 
-    def at_once(*arguments):
-        together.wait(20)
+    def slowly(*arguments):
+        time.sleep(0.05)
         return create(*arguments)
 
-    monkeypatch.setattr(arenas.mapping, "create", at_once)
+    monkeypatch.setattr(arenas.mapping, "create", slowly)
     with ThreadPoolExecutor(4) as threads:
         assert len(set(threads.map(lambda _: arena.probe, range(4)))) == 1
     assert opened() == 1
+
+
+@pytest.mark.parametrize("event", ["lose", "forget", "trim"])
+def test_ctrl_c_while_blocks_end_leaves_no_file_behind(arena, monkeypatch, event):
+    sent = send(arena, torch.ones(M))
+    (place,) = sent.payload.places
+    if event == "trim":
+        arena.give_back(READER, [(place.segment, place.offset)])
+    assert opened() == 1
+    decide = getattr(arena._blocks, event)
+
+    def interrupted(*arguments, **options):
+        instructions = decide(*arguments, **options)
+        signal.raise_signal(signal.SIGINT)
+        return instructions
+
+    monkeypatch.setattr(arena._blocks, event, interrupted)
+    arguments = {"lose": (READER, [(place.segment, place.offset)]), "forget": (READER,), "trim": ()}[event]
+    for _ in range(3 if event == "trim" else 1):  # it keeps what was in use lately
+        with pytest.raises(KeyboardInterrupt):
+            getattr(arena, event)(*arguments, **({"is_dead": False} if event == "forget" else {}))
+    assert opened() == 0
 
 
 def test_many_threads_send_and_receive(arena):

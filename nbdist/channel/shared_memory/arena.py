@@ -165,13 +165,10 @@ class Arena:
 
         Raises MemoryFailure if the system refuses the file, which is made when it is first needed.
         """
-        if (known := self._files.get(PROBE)) is not None:
-            return known
-        made = mapping.create(file_name(self._incarnation, PROBE), PROBE_SIZE)
-        kept = self._files.setdefault(PROBE, made)
-        if kept != made:  # another thread was faster
-            os.close(made)
-        return kept
+        with self._lock:
+            if PROBE not in self._files:
+                self._files[PROBE] = mapping.create(file_name(self._incarnation, PROBE), PROBE_SIZE)
+            return self._files[PROBE]
 
     # -- out ----------------------------------------------------------------------------------
 
@@ -242,18 +239,18 @@ class Arena:
 
         Blocks that are not lent to ``receiver`` are ignored.
         """
-        with self._lock:
+        with DeferredSignals(), self._lock:
             for segment, offset in blocks:
                 self._carry_out(self._blocks.lose(receiver, segment, offset))
 
     def forget(self, receiver: int, *, is_dead: bool) -> None:
         """Take back all blocks of a receiver that is gone; never use them again unless its process is dead."""
-        with self._lock:
+        with DeferredSignals(), self._lock:
             self._carry_out(self._blocks.forget(receiver, is_dead=is_dead))
 
     def trim(self) -> None:
         """Free memory of free blocks, beyond 4 times the most lately in use at once. An agent calls this every 5 s."""
-        with self._lock:
+        with DeferredSignals(), self._lock:
             self._collect()
             self._carry_out(self._blocks.trim())
 

@@ -71,7 +71,7 @@ class GpuArena(Arena):
 
     def forget(self, receiver: int, *, is_dead: bool) -> None:
         """Do what `Arena.forget` does, and send the receiver nothing more."""
-        with self._lock:
+        with DeferredSignals(), self._lock:
             self._known.pop(receiver, None)
             self._untold = [each for each in self._untold if each[0] != receiver]
         super().forget(receiver, is_dead=is_dead)
