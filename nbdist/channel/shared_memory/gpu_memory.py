@@ -102,22 +102,17 @@ class GpuMapping:
     def __init__(self, handle: ctypes.c_ulonglong, index: int, size: int) -> None:
         """Map ``size`` bytes behind a handle for GPU ``index``, and release the handle. May raise MemoryFailure."""
         driver = cuda_driver()
-        place = _Location(_ON_DEVICE, index)
         address, length = ctypes.c_ulonglong(), ctypes.c_size_t(_rounded(size))
         nothing = ctypes.c_ulonglong(0)
         try:
-            _ask("cuMemAddressReserve", ctypes.byref(address), length, ctypes.c_size_t(0), nothing, nothing)
-            try:
+            with contextlib.ExitStack() as undo:
+                _ask("cuMemAddressReserve", ctypes.byref(address), length, ctypes.c_size_t(0), nothing, nothing)
+                undo.callback(driver.cuMemAddressFree, address, length)
                 _ask("cuMemMap", address, length, ctypes.c_size_t(0), handle, nothing)
-                try:
-                    access = _Access(place, _READ_AND_WRITE)
-                    _ask("cuMemSetAccess", address, length, ctypes.byref(access), ctypes.c_size_t(1))
-                except MemoryFailure:
-                    driver.cuMemUnmap(address, length)
-                    raise
-            except MemoryFailure:
-                driver.cuMemAddressFree(address, length)
-                raise
+                undo.callback(driver.cuMemUnmap, address, length)
+                access = _Access(_Location(_ON_DEVICE, index), _READ_AND_WRITE)
+                _ask("cuMemSetAccess", address, length, ctypes.byref(access), ctypes.c_size_t(1))
+                memory = undo.pop_all()
         finally:
             driver.cuMemRelease(handle)
         self.address: int = address.value
@@ -125,9 +120,8 @@ class GpuMapping:
         self.size = size
         self.whole: torch.Tensor | None = None  # the whole memory as a tensor of bytes, from the first `part` on
         self._process = os.getpid()
-        unmap, free = driver.cuMemUnmap, driver.cuMemAddressFree
         # Not at once: work of the GPU on this memory may still wait in its streams.
-        self._unmap = partial(quiet.when_done, index, lambda: (unmap(address, length), free(address, length)))
+        self._unmap = partial(quiet.when_done, index, memory.close)
 
     def part(self, offset: int, length: int) -> torch.Tensor:
         """Return a part as a tensor of bytes. The tensor does not keep the mapping alive; the caller must."""
