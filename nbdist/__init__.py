@@ -137,8 +137,9 @@ ROOMS: dict[str, str] = {
     "gpus": "order pinned side_streams spans staging support",
     "wire": "devices history messages plain tensors encoded peer pickling quick encoding decoding codec",
     "channel": (
-        "after_fork contract faulty gate inprocess machine assembly framing local_link resources process_watch secret "
-        "locked_directory locked_file shared_memory spinning zeromq_links large_inbox zeromq door entrance local"
+        "after_fork contract faulty gate inprocess machine assembly framing local_link locked_file resources "
+        "process_watch secret locked_directory shared_memory spinning zeromq_links large_inbox zeromq door entrance "
+        "local"
     ),
     "rpc": (
         "devices failures here options recording shared_tensors streams waits latch promise futures named core pool "

@@ -25,10 +25,12 @@ from typing import NamedTuple
 import zmq
 from zmq.utils import z85
 
+from nbdist.channel.locked_file import read_private
 from nbdist.channel.resources import refusals_in_words
 from nbdist.errors import ResourceError, SecurityError, UsageError
 
 _SHORTEST_SECRET = 16  # bytes
+_RISK = "whoever reads it can join your clusters: delete it while no program uses nbdist"
 _LONGEST_SOCKET_PATH = 107  # the most bytes of a unix socket's path, on Linux
 # The bytes that a plain RPC world appends to the runtime directory's path. A cluster needs more, and checks this.
 _LONGEST_SUFFIX = len("/agent-1234567-0123456789abcdef/in")
@@ -131,13 +133,11 @@ def runtime_directory() -> Path:
             f"needs {_LONGEST_SUFFIX} of them; set NBDIST_RUNTIME_DIR to a shorter path"
         )
     try:
-        with refusals_in_words(f"{path} cannot be made"):
+        with refusals_in_words(f"{path} cannot be made"), contextlib.suppress(FileExistsError):
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
         found = path.lstat()  # not `stat`: in a directory that all may write to, another user may have made a link
     except ResourceError:
         raise
-    except FileExistsError as error:
-        raise SecurityError(f"{path} is not a directory of this user; set NBDIST_RUNTIME_DIR to one that is") from error
     except OSError as error:
         raise UsageError(
             f"the runtime directory {path} cannot be made: {error.strerror}; set NBDIST_RUNTIME_DIR to a directory of "
@@ -174,7 +174,7 @@ def _user_secret() -> bytes:
     """Return the user's own secret on this host; make it if it is missing."""
     path = runtime_directory() / "secret"
     try:
-        return _read_private(path)
+        return read_private(path, _RISK)
     except FileNotFoundError:
         pass
     with refusals_in_words(f"{path} cannot be written"):
@@ -187,15 +187,4 @@ def _user_secret() -> bytes:
                 os.link(draft, path)  # if several processes do this at once, the first one's secret stays
         finally:
             os.unlink(draft)
-    return _read_private(path)
-
-
-def _read_private(path: Path) -> bytes:
-    """Return a file's contents. Raises SecurityError if another user owns it or may read it."""
-    found = path.stat()
-    if found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) & 0o077:
-        raise SecurityError(
-            f"the secret in {path} is not safe: the file must belong to this user and be readable by nobody else "
-            "(mode 0600). Delete it while no program uses nbdist; a new one is made when it is needed"
-        )
-    return path.read_bytes()
+    return read_private(path, _RISK)

@@ -90,7 +90,7 @@ def test_of_many_who_make_it_at_once_all_have_the_same(runtime):
 def test_a_secret_that_others_can_read_is_refused(runtime, permissions):
     Secret.find(None)
     (runtime / "secret").chmod(permissions)
-    with pytest.raises(SecurityError, match="0600"):
+    with pytest.raises(SecurityError, match="chmod 600"):
         Secret.find(None)
 
 

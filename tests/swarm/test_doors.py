@@ -352,7 +352,7 @@ def test_forged_messages_of_a_client_do_nothing(served, tmp_path):
     secret = Secret.find(api.current_agent().options.secret)
     keys = [secret.derive("sign"), secret.derive("curve door"), secret.derive("curve member")]
     keys += [key for role in ("door", "member") for key in secret.curve(role)]
-    keys += [nbdist.channel.secret._read_private(nbdist.channel.secret.runtime_directory() / "secret")]
+    keys += [(nbdist.channel.secret.runtime_directory() / "secret").read_bytes()]
     for data in (file.read_bytes(), record.read_bytes(), victims_record.read_bytes()):
         assert len(data) > 100
         assert not [key for key in keys if key in data or key.hex().encode() in data]
