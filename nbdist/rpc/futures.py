@@ -18,7 +18,7 @@ The objects that keep an error alive::
 
     future ── _error ──> error ── __traceback__ ──> frames that raised it and waited for it ──> their locals
        │                                                                                          (the future, too)
-       └── torch's C++ ── value ──> _Failure ╌╌ weak ╌╌> future
+       └── torch's C++ ── unwraps by ──> _raise ╌╌ weak ╌╌> future
 
 Python's garbage collector frees the upper cycle. No strong reference may lead from torch's C++ to the error: the
 collector cannot see through C++, and would keep the error, its frames and their tensors for ever.
@@ -30,7 +30,8 @@ import asyncio
 import contextlib
 from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, TypeVar, cast
+from functools import partial
+from typing import Any, TypeVar
 from weakref import WeakMethod
 
 import torch
@@ -125,26 +126,21 @@ class Future(Promise[T], torch.futures.Future[T]):
         # After our own part is done: a thread that torch's ``wait_all`` wakes may ask our `done`. Not torch's
         # ``set_exception``, which would call our ``set_result``.
         if error is not None:
-            torch.futures.Future._set_unwrap_func(self, _raise)
-            torch.futures.Future.set_result(self, cast(T, _Failure(WeakMethod(self._result), error)))
-        else:
-            torch.futures.Future.set_result(self, outcome)
+            text = f"{type(error).__qualname__}: {text_of_error(error)}"
+            # The method is weak: see the head of this module.
+            torch.futures.Future._set_unwrap_func(self, partial(_raise, WeakMethod(self._result), text))
+        torch.futures.Future.set_result(self, outcome)
 
     def __await__(self) -> Generator[Any, None, T]:
-        loop = asyncio.get_running_loop()
-        arrived: asyncio.Future[None] = loop.create_future()
+        loop, arrived = asyncio.get_running_loop(), asyncio.Event()
 
         def arrive(_: Any) -> None:
             with contextlib.suppress(RuntimeError):  # the loop was closed at this moment
-                loop.call_soon_threadsafe(tell)
-
-        def tell() -> None:
-            if not arrived.done():
-                arrived.set_result(None)
+                loop.call_soon_threadsafe(arrived.set)
 
         self.add_done_callback(arrive)
         try:
-            yield from arrived
+            yield from arrived.wait().__await__()
             return self._result()
         finally:
             self.drop_callback(arrive)
@@ -182,31 +178,16 @@ class Future(Promise[T], torch.futures.Future[T]):
         return child
 
 
-class _Failure:
-    """The value that torch's part of a failed future holds: a weak reference to our part, and the error's text."""
-
-    __slots__ = ("_result", "_text")
-
-    def __init__(self, result: WeakMethod[Callable[[], Any]], error: BaseException) -> None:
-        self._result = result  # weak: see the head of this module
-        self._text = f"{type(error).__qualname__}: {text_of_error(error)}"
-
-    def throw(self) -> None:
-        """Raise the error, or, if the future is gone, a RuntimeError with the error's text."""
-        result = self._result()
-        # Only C++ code that keeps torch's part longer than the future comes here.
-        if result is None:
-            raise RuntimeError(self._text)
-        try:
-            result()
-        finally:
-            del result  # it refers to the future
-
-
-def _raise(outcome: Any) -> Any:
-    if isinstance(outcome, _Failure):
-        outcome.throw()
-    return outcome
+def _raise(result: WeakMethod[Callable[[], Any]], text: str, _: Any) -> None:
+    """Raise the error of a failed future, by its `_result`; if the future is gone, a RuntimeError with ``text``."""
+    raise_error = result()
+    # Only C++ code that keeps torch's part longer than the future comes here.
+    if raise_error is None:
+        raise RuntimeError(text)
+    try:
+        raise_error()
+    finally:
+        del raise_error  # it refers to the future
 
 
 def without_first_frame(error: E) -> E:
