@@ -5,7 +5,7 @@ import pickle
 
 import pytest
 
-from nbdist import NotUnique, UnknownWorker, UsageError
+from nbdist import NotUnique, UnknownWorker, UsageError, WorkerLost
 from nbdist.rpc import WorkerInfo
 from nbdist.rpc.core.members import Membership
 from nbdist.wire.messages import Record
@@ -99,8 +99,9 @@ def test_a_name_can_be_taken_again_after_its_bearer_has_gone():
     assert membership.remove(101, "died") is ONE
     assert membership.why_gone("worker1") == membership.why_gone(1) == "died"
     assert membership.why_gone(WorkerInfo("worker1", 1)) == "died"
-    with pytest.raises(UnknownWorker):
-        membership.find("worker1")
+    for to in ("worker1", 1, WorkerInfo("worker1", 1)):
+        with pytest.raises(WorkerLost, match="worker1 died"):
+            membership.find(to)
     again = record("worker1", 1, 201)
     membership.add(again)
     assert membership.find("worker1") is again

@@ -6,11 +6,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 from nbdist.channel.contract import ChannelError
-from nbdist.errors import NbdistError, UnknownWorker, UsageError, WorkerLost
+from nbdist.errors import NbdistError, UsageError, WorkerLost
 from nbdist.ids import IdSource
 from nbdist.rpc.calls.outcomes import Outcomes
 from nbdist.rpc.calls.sender import Sender
-from nbdist.rpc.core.members import Membership, WorkerInfo, lost_error
+from nbdist.rpc.core.members import Membership, WorkerInfo
 from nbdist.rpc.futures import Future
 from nbdist.rpc.latch import Latch
 from nbdist.rpc.promise import Promise
@@ -42,6 +42,7 @@ class Caller:
         """Reads the answer in the thread that waits for it; None if the channel lets only one thread read at a time."""
         self.expect: Callable[[], None] | None = None
         """Called right before a call whose answer the calling thread reads itself (`Channel.expect`)."""
+        self.find = membership.find
         self._membership = membership
         self._me = membership.me.incarnation
         self._ids = ids
@@ -125,18 +126,6 @@ class Caller:
         owner = self._owner(rref)
         label = f"{cls.__name__}.{name}" if cls is not None else name
         return self._create(owner, Mode.METHOD_REMOTE, label, (name, args, kwargs), timeout, target=rref)
-
-    # -- finding the callee -------------------------------------------------------------------
-
-    def find(self, to: To) -> Record:
-        """Return the record of the living member that ``to`` names."""
-        try:
-            return self._membership.find(to)
-        except UnknownWorker:
-            why = self._membership.why_gone(to)
-            if why is None:
-                raise
-            raise lost_error(self._membership.last_name(to), why) from None
 
     # -- sending ------------------------------------------------------------------------------
 

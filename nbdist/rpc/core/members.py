@@ -7,6 +7,7 @@ former members are kept by incarnation, so that error messages can still name th
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import Any
 
 from nbdist.errors import NotUnique, UnknownWorker, UsageError, WorkerLost
@@ -77,6 +78,12 @@ class Membership:
         self._ids: dict[int, Record] = {me.id: me}
         self._gone: dict[str | int, str] = {}  # a ``why`` for each name and id that no living member has
         self._fates: dict[int, str] = {}  # the same by incarnation, kept for ever
+        self.get: Callable[[int], Record | None] = self._living.get
+        """Returns the record of the living member with this incarnation; None if there is none."""
+        self.ever: Callable[[int], Record | None] = self._known.get
+        """Returns the record of a present or former member, by its incarnation; None if it was never a member."""
+        self.fate: Callable[[int], str | None] = self._fates.get
+        """Returns a ``why`` for a former member, even after a new one has taken its name; None for any other agent."""
 
     def add(self, record: Record) -> None:
         """Add a member. A second time changes nothing. Raises NotUnique if another living member has its name or id."""
@@ -106,7 +113,10 @@ class Membership:
         return record
 
     def find(self, to: str | int | WorkerInfo) -> Record:
-        """Return the record of the living member with this name, id or `WorkerInfo`; raises UnknownWorker."""
+        """Return the record of the living member with this name, id or `WorkerInfo`.
+
+        Raises WorkerLost if it is a member no more, UnknownWorker if it never was one.
+        """
         if isinstance(to, WorkerInfo):
             to = to.name
         if isinstance(to, str):
@@ -115,9 +125,13 @@ class Membership:
             record = self._ids.get(to)
         else:
             raise UsageError(f"a worker is named by a str, an int or a WorkerInfo, not by {to!r}")
-        if record is None:
+        if record is not None:
+            return record
+        why = self._gone.get(to)
+        if why is None:
             raise UnknownWorker(f"unknown destination worker {to!r}; there are {', '.join(sorted(self.names))}")
-        return record
+        name = to if isinstance(to, str) else [known.name for known in self._known.values() if known.id == to][-1]
+        raise lost_error(name, why)
 
     def why_gone(self, to: str | int | WorkerInfo) -> str | None:
         """Return what happened to a former member, as a ``why``.
@@ -125,24 +139,6 @@ class Membership:
         None if the member lives or there never was one, and also once a new member has taken that name or id.
         """
         return self._gone.get(to.name if isinstance(to, WorkerInfo) else to)
-
-    def last_name(self, to: str | int | WorkerInfo) -> str:
-        """Return the name that the last member with this name, id or `WorkerInfo` has or had."""
-        if isinstance(to, int):
-            return [record.name for record in self._known.values() if record.id == to][-1]
-        return to.name if isinstance(to, WorkerInfo) else to
-
-    def fate(self, incarnation: int) -> str | None:
-        """Return a ``why`` for a former member, even after a new one has taken its name; None for any other agent."""
-        return self._fates.get(incarnation)
-
-    def get(self, incarnation: int) -> Record | None:
-        """Return the record of the living member with this incarnation; None if there is none."""
-        return self._living.get(incarnation)
-
-    def ever(self, incarnation: int) -> Record | None:
-        """Return the record of a present or former member, by its incarnation; None if it was never a member."""
-        return self._known.get(incarnation)
 
     def is_gone(self, incarnation: int) -> bool:
         """Return whether this incarnation is a former member. False for an incarnation that is not known yet."""
