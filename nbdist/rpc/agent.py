@@ -442,7 +442,7 @@ class Agent:
     def _take(self, frames: list[bytes]) -> Job | None:
         """Decode one message, call its handler, and return the handler's job. The caller holds `_turn`."""
         try:
-            envelope = messages.decode(frames[0])
+            envelope = messages.decode_envelope(frames[0])
         except messages.NOT_A_MESSAGE as error:
             self.refused += 1
             _log.warning("%s dropped a damaged message, or one of another version (use one): %s", self.me.name, error)

@@ -9,13 +9,13 @@ Each type of message is a class. Its attributes tell the layers above all that t
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from enum import IntEnum
 from typing import TYPE_CHECKING, ClassVar, Union
 
 import msgspec
 
-from nbdist.errors import ProtocolError
 from nbdist.ids import GlobalId
 
 # Increase this with every change of the bytes between agents, which include names of nbdist's modules and functions:
@@ -145,16 +145,25 @@ class Mode(IntEnum):
 class Message(msgspec.Struct, array_like=True, frozen=True):
     """The base class of all messages. Each type of message is a subclass with its own tag."""
 
-    kind: ClassVar[str]  # the word that names the message in fault rules and traces
-    # True for a message that is numbered, kept until it is acknowledged, and sent again if needed.
+    # The word that names the message in fault rules and traces: the name of its class, unless that says another one.
+    kind: ClassVar[str]
     must_arrive: ClassVar[bool] = False
     gives_back: ClassVar[bool] = False  # True for a message that may give back blocks of the receiver's arena
 
+    def __init_subclass__(cls) -> None:
+        if "kind" not in vars(cls):
+            cls.kind = re.sub("(?<=[a-z])(?=[A-Z])", "_", cls.__name__).lower()  # such as fork_request, rref_state
 
-class Carrier(Message, frozen=True):
-    """A message with a value in the frames after its envelope."""
+
+class Kept(Message, frozen=True):
+    """A message that is numbered, kept until it is acknowledged, and sent again if needed."""
 
     must_arrive: ClassVar[bool] = True
+
+
+class Carrier(Kept, frozen=True):
+    """A message with a value in the frames after its envelope."""
+
     gives_back: ClassVar[bool] = True
 
     @property
@@ -175,16 +184,12 @@ class Nothing(Message, frozen=True, tag=0):
 class Hello(Message, frozen=True, tag=1):
     """The first message on a new connection. It is repeated until it is answered."""
 
-    kind: ClassVar[str] = "hello"
-
     record: Record  # the sender's
     reads: bool = False  # True if the sender can read the receiver's arena
 
 
 class Welcome(Message, frozen=True, tag=2):
     """Answers a Hello."""
-
-    kind: ClassVar[str] = "welcome"
 
     record: Record  # the sender's
     reads: bool = False  # True if the sender can read the receiver's arena
@@ -193,13 +198,9 @@ class Welcome(Message, frozen=True, tag=2):
 class Ready(Message, frozen=True, tag=3):
     """Says that the sender has met every member."""
 
-    kind: ClassVar[str] = "ready"
-
 
 class Refused(Message, frozen=True, tag=4):
     """Says that a message to incarnation ``about`` was refused, and why."""
-
-    kind: ClassVar[str] = "refused"
 
     about: int  # the incarnation to which the refused message was addressed
     reason: str
@@ -209,8 +210,6 @@ class Refused(Message, frozen=True, tag=4):
 class Goodbye(Message, frozen=True, tag=5):
     """Says that the sender leaves and sends nothing more. ``orderly`` is True if the whole world has ended."""
 
-    kind: ClassVar[str] = "goodbye"
-
     reason: str  # completes "worker1 ..." in the errors of those that waited for the sender
     orderly: bool = False
 
@@ -218,16 +217,12 @@ class Goodbye(Message, frozen=True, tag=5):
 class Ping(Message, frozen=True, tag=6):
     """Asks for a Pong, which shows that the receiver is alive, what has reached it, and what it is doing."""
 
-    kind: ClassVar[str] = "ping"
-
     number: int  # counts the pings to this receiver
     is_large: bool = False  # True if the ping travels among the large messages, and asks about these
 
 
 class Pong(Message, frozen=True, tag=7):
     """Answers the Ping with the same ``number`` and ``is_large``. ``doing`` says in a few words what runs there."""
-
-    kind: ClassVar[str] = "pong"
 
     number: int
     doing: str = ""
@@ -241,7 +236,6 @@ class Call(Carrier, frozen=True, tag=8):
     mode: int  # a `Mode`
     function: str  # the function's name, for errors and displays
     payload: Payload
-    builtin: bool = False  # True for an operator of torch
     result: Fork | None = None  # the caller's fork of the value that the call makes; None if the result comes back
     target: GlobalId | None = None  # the id of the value that the call works on; None if it works on none
     origin: str = ""  # the id of the cell for which the call is made; empty if no cell made it
@@ -256,8 +250,6 @@ class Call(Carrier, frozen=True, tag=8):
 class Reply(Carrier, frozen=True, tag=9):
     """Answers a call, with a value or an error."""
 
-    kind: ClassVar[str] = "reply"
-
     id: int  # the caller's number for the call
     ok: bool  # False if the value describes an error (`nbdist.rpc.failures.Failure`), or if definitions are missing
     payload: Payload
@@ -267,21 +259,15 @@ class Reply(Carrier, frozen=True, tag=9):
     recording: Recording | None = None  # the autograd context of the call, and the edge that the result's tensors make
 
 
-class ForkRequest(Message, frozen=True, tag=10):
+class ForkRequest(Kept, frozen=True, tag=10):
     """User to owner: count this fork, which I hold."""
-
-    kind: ClassVar[str] = "fork_request"
-    must_arrive: ClassVar[bool] = True
 
     rref: GlobalId
     fork: GlobalId
 
 
-class ForkConfirm(Message, frozen=True, tag=11):
+class ForkConfirm(Kept, frozen=True, tag=11):
     """Owner to user: your fork is counted. ``gone`` is True if the value does not exist any more."""
-
-    kind: ClassVar[str] = "fork_confirm"
-    must_arrive: ClassVar[bool] = True
 
     rref: GlobalId
     fork: GlobalId
@@ -289,30 +275,21 @@ class ForkConfirm(Message, frozen=True, tag=11):
     gone: bool = False
 
 
-class ChildAccept(Message, frozen=True, tag=12):
+class ChildAccept(Kept, frozen=True, tag=12):
     """User to the user that passed the fork on: the owner counts the fork, so your own fork may end."""
-
-    kind: ClassVar[str] = "child_accept"
-    must_arrive: ClassVar[bool] = True
 
     fork: GlobalId
 
 
-class UserDelete(Message, frozen=True, tag=13):
+class UserDelete(Kept, frozen=True, tag=13):
     """User to owner: this fork has ended."""
-
-    kind: ClassVar[str] = "user_delete"
-    must_arrive: ClassVar[bool] = True
 
     rref: GlobalId
     fork: GlobalId
 
 
-class RRefState(Message, frozen=True, tag=14):
+class RRefState(Kept, frozen=True, tag=14):
     """Owner to users: the value now exists, or the error in its place."""
-
-    kind: ClassVar[str] = "rref_state"
-    must_arrive: ClassVar[bool] = True
 
     rref: GlobalId
     state: State  # the description of the value, or of the error
@@ -321,10 +298,7 @@ class RRefState(Message, frozen=True, tag=14):
 class AskShutdown(Message, frozen=True, tag=15):
     """Leader to member, repeatedly: asks what the member has under way before round ``round`` can end."""
 
-    kind: ClassVar[str] = "ask_shutdown"
-
     round: int
-    done: bool
     # The members that keep the next round from beginning, and what they have to do; empty texts if not known.
     waits_for: tuple[str, str]
     look: int  # the number of the leader's look to which this question belongs (`nbdist.rpc.world.shutdown`)
@@ -336,8 +310,6 @@ class ShutdownState(Message, frozen=True, tag=16):
     ``look`` is copied from the question. The leader drops an answer to an earlier look: it may be older than the
     answers of other members.
     """
-
-    kind: ClassVar[str] = "shutdown_state"
 
     round: int
     sent: int
@@ -358,20 +330,15 @@ class Cast(Carrier, frozen=True, tag=17):
         return self.topic
 
 
-class Stop(Message, frozen=True, tag=18):
+class Stop(Kept, frozen=True, tag=18):
     """Caller to callee: the user has given up on this call."""
-
-    kind: ClassVar[str] = "stop"
-    must_arrive: ClassVar[bool] = True
 
     id: int  # the caller's number for the call
 
 
-class GiveBack(Message, frozen=True, tag=19):
+class GiveBack(Kept, frozen=True, tag=19):
     """Receiver to owner of an arena: gives back blocks, because no other message to the owner could take them."""
 
-    kind: ClassVar[str] = "give_back"
-    must_arrive: ClassVar[bool] = True
     gives_back: ClassVar[bool] = True
 
     # Blocks that a forked process may still read. They must never be used again. Other blocks are in the envelope.
@@ -384,8 +351,6 @@ class Silence(Message, frozen=True, tag=20):
     If the sender has lost the silent member, the receiver passes the message on to it.
     """
 
-    kind: ClassVar[str] = "silence"
-
     of: int  # the incarnation of the silent member
     silent: float  # seconds for which the member has been silent
     lost_by: int = 0  # the incarnation of the agent that has lost the silent member; 0 if no agent has lost it yet
@@ -395,7 +360,8 @@ if TYPE_CHECKING:
     AnyMessage = Message
 else:
     # The union of all types of messages, which the decoder needs.
-    AnyMessage = Union[tuple(set(Message.__subclasses__()) - {Carrier} | set(Carrier.__subclasses__()))]  # noqa: UP007
+    _subclasses = {each for base in (Message, Kept, Carrier) for each in base.__subclasses__()}
+    AnyMessage = Union[tuple(_subclasses - {Kept, Carrier})]  # noqa: UP007
 
 
 class Envelope(msgspec.Struct, array_like=True, frozen=True):
@@ -422,14 +388,6 @@ class Envelope(msgspec.Struct, array_like=True, frozen=True):
 
 encode_envelope: Callable[[Envelope], bytes] = msgspec.msgpack.Encoder().encode
 
-# Decodes a first frame, as `decode_envelope` does, but raises one of `NOT_A_MESSAGE` for garbage.
-decode: Callable[[bytes], Envelope] = msgspec.msgpack.Decoder(Envelope).decode
+# Decodes a first frame. Raises one of `NOT_A_MESSAGE` for garbage.
+decode_envelope: Callable[[bytes], Envelope] = msgspec.msgpack.Decoder(Envelope).decode
 NOT_A_MESSAGE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
-
-
-def decode_envelope(frame: bytes) -> Envelope:
-    """Decode a first frame, in which nothing can run code. Raises ProtocolError for garbage."""
-    try:
-        return decode(frame)
-    except NOT_A_MESSAGE as error:
-        raise ProtocolError(f"dropped a damaged message, or one of another version (use one): {error}") from None

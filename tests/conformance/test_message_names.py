@@ -1,5 +1,7 @@
 """torch's names for nbdist's messages."""
 
+import pickle
+
 from conformance.private_names.message_names import MessageNames, faults
 
 from nbdist.ids import GlobalId
@@ -19,25 +21,26 @@ from nbdist.wire.messages import (
 A, B, C = (GlobalId(0, number, 1) for number in range(3))
 
 
-def name(names, message):
-    return names(message.kind, [encode_envelope(Envelope(1, 2, 1, 1, 0, [], message)), b"body"])
+def name(names, message, function="os:getcwd"):
+    body = pickle.dumps((function, (), {}))
+    return names(message.kind, [encode_envelope(Envelope(1, 2, 1, 1, 0, [], message)), body])
 
 
-def call(mode, *, builtin=False, result=None, target=None):
-    return Call(1, mode, "f", Payload(), builtin, Fork(result, B, 2, 1) if result else None, target)
+def call(mode, *, result=None, target=None):
+    return Call(1, mode, "f", Payload(), Fork(result, B, 2, 1) if result else None, target)
 
 
 def test_calls_of_operators_and_of_python_are_told_apart():
     names = MessageNames()
     assert name(names, call(Mode.CALL)) == "PYTHON_CALL"
-    assert name(names, call(Mode.CALL, builtin=True)) == "SCRIPT_CALL"
+    assert name(names, call(Mode.CALL), "torch:add") == "SCRIPT_CALL"
     assert name(names, call(Mode.METHOD, target=A)) == "PYTHON_CALL"
     assert name(names, call(Mode.METHOD_REMOTE, result=B, target=A)) == "PYTHON_REMOTE_CALL"
 
 
 def test_so_is_the_fetching_of_their_results():
     names = MessageNames()
-    assert name(names, call(Mode.REMOTE, builtin=True, result=A)) == "SCRIPT_REMOTE_CALL"
+    assert name(names, call(Mode.REMOTE, result=A), "torch:add") == "SCRIPT_REMOTE_CALL"
     assert name(names, call(Mode.REMOTE, result=C)) == "PYTHON_REMOTE_CALL"
     assert name(names, call(Mode.FETCH, target=A)) == "SCRIPT_RREF_FETCH_CALL"
     assert name(names, call(Mode.FETCH, target=C)) == "PYTHON_RREF_FETCH_CALL"

@@ -22,7 +22,7 @@ def exchange():
 
 
 def call(id=1, *, result=None, target=None, sender=CALLER):
-    return Arrival(Call(id, Mode.CALL, "f", Payload(), False, result, target), sender)
+    return Arrival(Call(id, Mode.CALL, "f", Payload(), result, target), sender)
 
 
 def creation(id=1, *, sender=CALLER):

@@ -92,7 +92,7 @@ class Caller:
         owner = self.find(to)
         named = names.describe(function)
         body = (named.name or function, tuple(args or ()), dict(kwargs or {}))
-        return self._create(owner, Mode.REMOTE, named.label, body, timeout, builtin=named.builtin)
+        return self._create(owner, Mode.REMOTE, named.label, body, timeout)
 
     def fetch(self, rref: RRef[Any], timeout: float) -> Any:
         """Return a copy of a referenced value from its owner, once it exists; on the owner, the value itself."""
@@ -146,7 +146,7 @@ class Caller:
         callee = (self._membership.names.get(to) if type(to) is str else None) or self.find(to)
         named = names.describe(function)
         body = (named.name or function, tuple(args or ()), dict(kwargs or {}))
-        self._send(callee, Mode.CALL, label or named.label, body, timeout, outcome, builtin=named.builtin)
+        self._send(callee, Mode.CALL, label or named.label, body, timeout, outcome)
 
     def _method(
         self, rref: RRef[Any], name: str, timeout: float, args: Any, kwargs: Any, outcome: Promise[Any] | Latch
@@ -164,15 +164,7 @@ class Caller:
         return record
 
     def _create(
-        self,
-        owner: Record,
-        mode: Mode,
-        label: str,
-        body: Any,
-        timeout: float,
-        *,
-        builtin: bool = False,
-        target: RRef[Any] | None = None,
+        self, owner: Record, mode: Mode, label: str, body: Any, timeout: float, target: RRef[Any] | None = None
     ) -> RRef[Any]:
         """Send a call, as `Sender.send` does, whose result stays with ``owner``; return the RRef to the result."""
         rref_id, fork_id, made_at = self._ids.next(), self._ids.next(), calling_line()
@@ -189,10 +181,10 @@ class Caller:
             rref = self._references.refer(rref_id, None if mine else fork_id, owner.incarnation, creation)
             rref.made_at = made_at
             try:
-                self._send(owner, mode, label, body, timeout, creation, builtin=builtin, target=target, result=result)
+                self._send(owner, mode, label, body, timeout, creation, target=target, result=result)
             except ChannelError as error:  # raised later, where the reference is used
-                self._outcomes.creation_failed(result, error, may_exist=False)
-                creation.try_settle(None, error.with_traceback(None))  # the frames refer to the reference
+                # The frames refer to the reference.
+                self._outcomes.unsent(result, creation, error.with_traceback(None))
             return rref
         except BaseException as error:  # also Ctrl-C, at any step: the new reference must end
             if rref is None:  # after Ctrl-C: make a hold, which ends at once, so that the value is released

@@ -69,7 +69,6 @@ class Sender:
         timeout: float,
         outcome: Promise[Any] | Latch,
         *,
-        builtin: bool = False,
         target: RRef[Any] | None = None,
         result: Fork | None = None,
     ) -> None:
@@ -85,7 +84,7 @@ class Sender:
         # A finaliser or signal handler runs in the middle of nbdist's code, or in an event of the exchange: this thread
         # may hold a lock that sending or an answer needs (`nbdist.finalisers`).
         if this_thread.is_closed or (type(outcome) is Latch and self._is_deciding()):
-            send = partial(self.send, to, mode, label, body, timeout, builtin=builtin, target=target, result=result)
+            send = partial(self.send, to, mode, label, body, timeout, target=target, result=result)
             self._hand_over(send, outcome, result, label, to)
             return
         # 1. Make the record of the call.
@@ -125,7 +124,7 @@ class Sender:
                 named = call.definitions
             # 3. Make the message, and prepare a second one in case the callee lacks a definition that this one names.
             origin = self.origin() if self.origin is not None else ""
-            message = Call(call.id, mode, label, payload, builtin, result, call.target, origin, call.recording)
+            message = Call(call.id, mode, label, payload, result, call.target, origin, call.recording)
             if named:
                 again = partial(self._encode, call, to, body, context, by_value=True)
                 if usual is None:

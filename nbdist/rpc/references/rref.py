@@ -36,6 +36,7 @@ from nbdist.rpc.references.peeking import Peek, look
 from nbdist.rpc.references.reference_table import References, creation_error
 from nbdist.thread_frames import calling_line
 from nbdist.wire.messages import Fork, State
+from nbdist.wire.pickling.names import walk
 from nbdist.wire.pickling.registered import register_reference
 
 T = TypeVar("T")
@@ -577,9 +578,7 @@ def local_type(state: State) -> type | None:
     """Return the class of the value that ``state`` describes; None for an error, or if the class is not loaded here."""
     if state.error is not None:
         return None
-    found: Any = sys.modules.get(state.module)
-    for part in state.qualname.split("."):
-        found = getattr(found, part, None)
+    found = walk(sys.modules.get(state.module), state.qualname)
     return found if isinstance(found, type) else None
 
 

@@ -212,7 +212,7 @@ class Shutdown:
         elif time.monotonic() - self._looked > _ANSWERS_WITHIN:
             self._waits_for = self._names(others - answers.keys()), _TO_ANSWER
         with self._changed:
-            ask = AskShutdown(survey.round, survey.round >= CLOSING, self._waits_for, self._look)
+            ask = AskShutdown(survey.round, self._waits_for, self._look)
             # A question says for whom the leader waits, so all are asked again when that changes.
             to_ask = others - self._asked if self._waits_for == before else others
         for member in to_ask:
@@ -235,7 +235,7 @@ class Shutdown:
             if not waiting:
                 return
             for member in waiting:
-                try_post(self._links, member, AskShutdown(CLOSING, True, ("", ""), self._look))
+                try_post(self._links, member, AskShutdown(CLOSING, ("", ""), self._look))
             with self._changed:
                 self._changed.wait(0.02)
 

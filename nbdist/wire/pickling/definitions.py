@@ -42,7 +42,7 @@ def find_named(qualname: str) -> Any:
     """Return the object with a qualified name in this process's ``__main__``; None if there is none."""
     for name in MAIN_NAMES:  # in a process that `multiprocessing` has spawned, ``__mp_main__`` is the program's module
         found: Any = sys.modules.get(name)
-        for part in qualname.split("."):
+        for part in qualname.split("."):  # not by `names.walk`: each call of a function of ``__main__`` comes here
             if (found := getattr(found, part, None)) is None:
                 break
         else:

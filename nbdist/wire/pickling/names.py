@@ -27,7 +27,6 @@ class Named(NamedTuple):
 
     name: str | None  # the result of `name_of`
     label: str  # the result of `display_name`
-    builtin: bool  # the result of `is_builtin`
 
 
 _NAMES_REMEMBERED = 1024  # the most functions that `describe` remembers
@@ -39,12 +38,12 @@ def describe(function: Any) -> Named:
     """Return the facts about ``function`` that a call needs, cached while its module still has the function."""
     # Such a function has no name for other processes: it travels with its digest (`nbdist.wire.pickling.definitions`).
     if type(function) is types.FunctionType and function.__module__ in MAIN_NAMES:
-        return Named(None, function.__qualname__ or function.__name__, False)
+        return Named(None, function.__qualname__ or function.__name__)
     entry = _described.get(id(function))
     # The module may have another function under this name by now.
     if entry is not None and entry[0] is function and entry[1].get(entry[2]) is function:
         return entry[3]
-    named = Named(name_of(function), display_name(function), is_builtin(function))
+    named = Named(name_of(function), display_name(function))
     if named.name is not None:
         module, _, qualname = named.name.partition(":")
         namespace = getattr(sys.modules.get(module), "__dict__", {})
@@ -75,7 +74,7 @@ def name_of(function: Any) -> str | None:
     if module in MAIN_NAMES:
         return None
     # The name must lead to the same object here: decorators and assignments give functions names that others have.
-    if isinstance(module, str) and _is_same(_walk(sys.modules.get(module), qualname), function):
+    if isinstance(module, str) and _is_same(walk(sys.modules.get(module), qualname), function):
         return f"{module}:{qualname}"
     # The module name of an operator of torch is of no use.
     short = qualname.rpartition(".")[2]
@@ -84,7 +83,7 @@ def name_of(function: Any) -> str | None:
             return home + short
     if isinstance(function, types.MethodType) and isinstance(module, str):
         # A class method: each lookup makes a new object, so compare with ==.
-        found = _walk(sys.modules.get(module), qualname)
+        found = walk(sys.modules.get(module), qualname)
         if isinstance(found, types.MethodType) and found == function:
             return f"{module}:{qualname}"
     return None
@@ -98,7 +97,8 @@ def _is_same(found: Any, function: Any) -> bool:
     return found.__code__ is function.__code__ and not function.__closure__
 
 
-def _walk(module: Any, qualname: str) -> Any:
+def walk(module: Any, qualname: str) -> Any:
+    """Return the object with a qualified name in a module, which may be None; None if there is none."""
     found = module
     for part in qualname.split("."):
         if (found := getattr(found, part, None)) is None:

@@ -1,12 +1,15 @@
 """Finds torch's type of each message of nbdist: torch's suites say by these types which messages fail or arrive late.
 
 torch has a type for each message, nbdist has a kind. `MessageNames` finds torch's type when a message is sent. It must
-decode the message's envelope, because torch has different types for calls of its own operators (``SCRIPT_…``) and of
+decode the message, because torch has different types for calls of its own operators (``SCRIPT_…``) and of
 Python functions (``PYTHON_…``).
 """
 
+import pickle
+
 from nbdist.channel.faulty import Faults
-from nbdist.wire.messages import Call, decode_envelope
+from nbdist.wire.messages import Mode, decode_envelope
+from nbdist.wire.pickling import names
 
 CALLS = {
     "call": "CALL",
@@ -41,14 +44,23 @@ class MessageNames:
         what = CALLS.get(kind)
         if what is None:
             return OTHERS.get(kind, kind)
-        message = decode_envelope(bytes(frames[0])).message
-        return f"{'SCRIPT' if isinstance(message, Call) and self.is_script(message) else 'PYTHON'}_{what}"
+        call = decode_envelope(bytes(frames[0])).message
+        return f"{'SCRIPT' if self.is_script(call, frames[1:]) else 'PYTHON'}_{what}"
 
-    def is_script(self, call):
+    def is_script(self, call, frames):
         """Return whether a message calls an operator of torch, or fetches the result of one."""
-        if call.builtin and call.result is not None:
+        if call.mode not in (Mode.CALL, Mode.REMOTE):
+            return call.target in self.operators_results
+        # The body of a call by name begins with the name, unless its arguments need `Unpickler`.
+        function = (
+            pickle.loads(frames[0])[0]
+            if call.payload.plain and (call.payload.form or not call.payload.tensors)
+            else None
+        )
+        is_operator = isinstance(function, str) and names.is_builtin(names.resolve(function))
+        if is_operator and call.result is not None:
             self.operators_results.add(call.result.rref)
-        return call.builtin or call.target in self.operators_results
+        return is_operator
 
 
 def faults(fail, times, delay):

@@ -176,7 +176,7 @@ class Forger:
                 messages.Goodbye("left", True),
                 messages.ForkRequest(id, id),
                 messages.UserDelete(id, id),
-                messages.AskShutdown(1, True, ("", ""), 1),
+                messages.AskShutdown(1, ("", ""), 1),
                 messages.Silence(7, 100.0, 7),
                 messages.Call(1, 0, "touch", whole.payload),
                 messages.Cast("backward", b"", whole.payload),
