@@ -534,28 +534,25 @@ class Agent:
         # Else a message of the lost member could register a call or a fork after the member's calls and forks were
         # dropped (test_a_member_lost_while_its_message_is_handled_holds_nothing_after).
         with self._turn:
-            self._lose(incarnation, why)
+            connection = self.links.lose(incarnation)
+            if connection is None:
+                return
+            record = connection.record
+            self.membership.remove(incarnation, why)
+            connection.close()
+            trace.emit("peer.lost", name=record.name, why=why)
+            self.references.on_lost(incarnation)
+            calls = self.pending.to(incarnation)
 
-    def _lose(self, incarnation: int, why: str) -> None:
-        connection = self.links.lose(incarnation)
-        if connection is None:
-            return
-        record = connection.record
-        self.membership.remove(incarnation, why)
-        connection.close()
-        trace.emit("peer.lost", name=record.name, why=why)
-        self.references.on_lost(incarnation)
-        calls = self.pending.to(incarnation)
+            def tell() -> None:
+                for call in calls:
+                    self.outcomes.lost(call, why, others=len(calls) - 1)
 
-        def tell() -> None:
-            for call in calls:
-                self.outcomes.lost(call, why, others=len(calls) - 1)
-
-        if calls:
-            self.submit(tell)  # callbacks of these calls may run any code, so not under `_turn`
-        _tell(self._on_lost, "loss", record, why)
-        # In a large world, a neighbour may have missed the member's goodbye and not watch the member. Make it ask.
-        self._tell_of_silence(Silence(incarnation, 0.0, self.me.incarnation), self.links.neighbours())
+            if calls:
+                self.submit(tell)  # callbacks of these calls may run any code, so not under `_turn`
+            _tell(self._on_lost, "loss", record, why)
+            # In a large world, a neighbour may have missed the member's goodbye and not watch the member. Make it ask.
+            self._tell_of_silence(Silence(incarnation, 0.0, self.me.incarnation), self.links.neighbours())
 
     # -- for the layers above -----------------------------------------------------------------
 

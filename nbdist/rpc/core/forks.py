@@ -313,7 +313,7 @@ class Forks:
         """Mark the fork of a ``remote()`` call as confirmed, because the reply has arrived."""
         return self._settle(fork, ForkStanding.CONFIRMED, state)
 
-    def fail(self, fork: GlobalId, *, may_exist: bool) -> list[Instruction]:
+    def fail(self, fork: GlobalId, may_exist: bool) -> list[Instruction]:
         """Mark the fork of a ``remote()`` call as failed; a late reply may still confirm it."""
         user = self.users.get(fork)
         if user is not None:

@@ -198,9 +198,7 @@ class References:
 
     def fail(self, fork: GlobalId, *, may_exist: bool) -> None:
         """Mark the fork of a ``remote()`` call as failed. If the value may exist, its owner is told of the release."""
-        with self._lock:
-            instructions = self.forks.fail(fork, may_exist=may_exist)
-        self.perform(instructions)
+        self._perform_locked(self.forks.fail, fork, may_exist)
         self._tell(fork)
 
     def hand_over(self, rref: GlobalId, fork: GlobalId | None, to: int, child: GlobalId | None = None) -> Fork:
