@@ -26,7 +26,7 @@ from nbdist.channel.contract import Buffer
 from nbdist.large_memory import copy, unfilled
 
 CHUNK_BYTES = 2 << 20  # the most bytes of data in a chunk; with half as many, 64 MB take a tenth longer
-NOT_COPIED_FROM = 256 * 1024  # frames of this many bytes or more are sent as views; for smaller ones a copy is cheaper
+NOT_COPIED_FROM = 256 * 1024  # pieces of this many bytes or more are sent as views; for smaller ones a copy is cheaper
 _IDLE_SECONDS = 900.0
 _HEAD = struct.Struct("<8sQI")
 
@@ -41,24 +41,13 @@ def chunks(frames: Sequence[Buffer], link: bytes, number: int) -> Iterator[tuple
 
 
 def _pieces(frames: Sequence[Buffer]) -> Iterator[Buffer]:
-    """Yield the frames' bytes in pieces of at most `CHUNK_BYTES`, at least one piece. Small frames are joined."""
-    joined: list[Buffer] = []
-    size = 0
+    """Yield the frames' bytes in pieces of at most `CHUNK_BYTES`, at least one piece: chunk 0 tells the sizes."""
     for frame in frames:
-        if len(frame) < NOT_COPIED_FROM:
-            joined.append(frame)
-            size += len(frame)
-            if size <= CHUNK_BYTES - NOT_COPIED_FROM:  # another small frame still fits
-                continue
-        if size:
-            yield b"".join(joined)
-            joined, size = [], 0
-        if len(frame) >= NOT_COPIED_FROM:
-            view = memoryview(frame)
-            for begin in range(0, len(view), CHUNK_BYTES):
-                yield view[begin : begin + CHUNK_BYTES]
-    if size or not any(map(len, frames)):  # a message of empty frames has a chunk, too: chunk 0 tells the sizes
-        yield b"".join(joined)
+        view = memoryview(frame)
+        for begin in range(0, len(view), CHUNK_BYTES):
+            yield view[begin : begin + CHUNK_BYTES]
+    if not any(map(len, frames)):
+        yield b""
 
 
 class Assembly:

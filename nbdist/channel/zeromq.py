@@ -54,15 +54,11 @@ MAX_MESSAGE = 1 << 40  # bytes; the caller or the machine's memory may set a low
 
 def host_identity() -> str:
     """Return a text that is equal for two agents if they share a host, its files and process ids, and the user."""
-    try:
+    boot, mounts, pids = "", 0, 0
+    with contextlib.suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        boot = ""
-    try:
-        mounts = os.stat("/proc/self/ns/mnt").st_ino
-        pids = os.stat("/proc/self/ns/pid").st_ino
-    except OSError:
-        mounts = pids = 0
+    with contextlib.suppress(OSError):
+        mounts, pids = os.stat("/proc/self/ns/mnt").st_ino, os.stat("/proc/self/ns/pid").st_ino
     return f"{socket.gethostname()}/{boot}/{mounts}/{pids}/{os.getuid()}"
 
 
