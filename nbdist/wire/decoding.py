@@ -84,8 +84,6 @@ def decode(payload: Payload, frames: Sequence[bytes], references: Sequence[Any] 
             "version everywhere"
         )
     try:
-        if payload.plain and not payload.form and not payload.tensors and len(frames) == 1:
-            return pickle.loads(frames[0])
         # The frames have the order in which `encode` puts them: body, tensors, odd tensors, large buffers, shared
         # memory.
         leased = frames[len(frames) - len(payload.places) :]
@@ -94,15 +92,13 @@ def decode(payload: Payload, frames: Sequence[bytes], references: Sequence[Any] 
             return quick.decode(payload, frames, leased, references, attach)
         behind = 1 + max((-1, *(frame for frame, _, _ in payload.buffers))) + 1
         tensors = unpack_tensors(payload.tensors, payload.buffers, frames[1:behind], leased)
-        recorded: list[torch.Tensor] = []
-        if payload.recorded:
-            odd: list[torch.Tensor] = []
-            # Recorded tensors that could not be packed are a pickle in a frame of their own.
-            if min(payload.recorded) < 0:
-                odd = Unpickler(frames[behind], (), tensors, ()).read()
-                behind += 1
-            recorded = [tensors[place] if place >= 0 else odd[-1 - place] for place in payload.recorded]
-            recorded = with_history(recorded, attach)
+        odd: list[torch.Tensor] = []
+        # Recorded tensors that could not be packed are a pickle in a frame of their own.
+        if min(payload.recorded, default=0) < 0:
+            odd = Unpickler(frames[behind], (), tensors, ()).read()
+            behind += 1
+        recorded = [tensors[place] if place >= 0 else odd[-1 - place] for place in payload.recorded]
+        recorded = with_history(recorded, attach) if recorded else recorded
         return Unpickler(frames[0], frames[behind:], tensors, references, recorded).read()
     except NbdistError:
         raise

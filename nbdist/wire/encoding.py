@@ -57,7 +57,6 @@ def encode(
     if form == quick.PLAIN:
         return Encoded(NO_TENSORS, [pickle.dumps(value, 5)])
     body, out_of_band = io.BytesIO(), list[Buffer]()
-    places: list[int] = []
     odd: list[Buffer] = []
     try:
         if form != quick.OTHER:
@@ -66,8 +65,7 @@ def encode(
         pickler = Pickler(body, out_of_band, packer, forker, by_value, record)
         pickler.lacking, pickler.known = lacking, known
         pickler.dump(value)
-        if pickler.recorded:
-            places = _pack_recorded(pickler.recorded, packer, odd)
+        places = _pack_recorded(pickler.recorded, packer, odd)
         tensors, where, frames = packer.pack()
     except ValueWanted:
         if forker is not None:

@@ -245,8 +245,6 @@ def decode(
     for at, kind, index in holes:
         rest[at] = found[kind][index]
     if form == CALL:
-        if not keys:
-            return name, tuple(rest), {}
         # The last values belong to the keywords.
         count = len(rest) - len(keys)
         return name, tuple(rest[:count]), dict(zip(keys, rest[count:], strict=True))

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -271,10 +272,7 @@ class TensorPacker:
         storages: dict[int, StoragePart] = {}
         placed: list[tuple[torch.Tensor, StoragePart, str | None]] = []
         values = [self._value(tensor) for tensor in self.tensors]
-        users: dict[int, int] = {}
-        for tensor in values:
-            key = tensor.untyped_storage()._cdata
-            users[key] = users.get(key, 0) + 1
+        users = Counter(tensor.untyped_storage()._cdata for tensor in values)
         for tensor in values:
             device = self._devices.of(tensor.device)
             data, key = tensor, tensor.untyped_storage()._cdata
@@ -425,11 +423,7 @@ def unpack_tensors(
     """
     if not metas:
         return []
-    if len(metas) == 1 and (alone := unpack_alone(metas[0], where, frames)) is not None:
-        return [alone]
-    users: dict[int, int] = {}
-    for meta in metas:
-        users[meta.buffer] = users.get(meta.buffer, 0) + 1
+    users = Counter(meta.buffer for meta in metas)
     shared: dict[int, torch.UntypedStorage] = {}
     tensors = []
     for meta in metas:
