@@ -10,6 +10,7 @@ import time
 
 import pytest
 
+from nbdist.rpc.calls import keyboard_interrupts
 from nbdist.rpc.calls.keyboard_interrupts import InterruptWatch
 
 
@@ -119,3 +120,23 @@ def test_a_handler_of_the_users_is_neither_replaced_nor_called():
         assert not called
     finally:
         signal.signal(signal.SIGURG, before)
+
+
+def test_ctrl_c_in_a_forked_process_wakes_nobody_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    woken: list[bool] = []
+    monkeypatch.setattr(keyboard_interrupts, "wake_main_thread", lambda: woken.append(True))
+    found = watch()
+    try:
+        child = os.fork()
+        if not child:
+            try:
+                signal.raise_signal(signal.SIGINT)
+            except KeyboardInterrupt:
+                os._exit(current() != -1)
+            finally:
+                os._exit(2)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        time.sleep(0.2)
+        assert not woken
+    finally:
+        found.close()

@@ -25,6 +25,7 @@ import time
 from collections.abc import Callable
 from types import FrameType
 
+from nbdist.channel.after_fork import call_forked
 from nbdist.code_places import is_torchs
 from nbdist.thread_frames import thread_frames
 
@@ -52,6 +53,7 @@ class InterruptWatch:
             signal.signal(_WAKE_SIGNAL, _on_wake)
         self._thread = threading.Thread(target=self._run, name="nbdist-interrupts", daemon=True)
         self._thread.start()
+        call_forked(self)
 
     @classmethod
     def start(cls, give_up: Callable[[], None]) -> InterruptWatch | None:
@@ -82,6 +84,16 @@ class InterruptWatch:
             if frame is None or not is_torchs(frame.f_code.co_filename, "futures"):
                 return
             self._give_up()
+
+    def forked(self) -> None:
+        """Take this watch away from a forked process, whose signals would else count as those of its parent."""
+        if self._closed:
+            return
+        self._closed = True
+        found = signal.set_wakeup_fd(-1)
+        _put_back(self._before if found == self._write else found)
+        os.close(self._read)
+        os.close(self._write)
 
     def close(self) -> None:
         """Stop watching, and restore the earlier wakeup file and handler. Closing twice is harmless."""
