@@ -88,6 +88,22 @@ def test_the_last_operations_stand_in_the_memory_that_survives():
     )
 
 
+def test_a_forked_process_notes_its_operations_elsewhere():
+    kept = LastOperations()
+    try:
+        kept.note(1000.0, b"all_reduce (In[7]:1)")
+        child = os.fork()
+        if not child:
+            kept.note(1001.0, b"barrier (In[7]:2)")
+            os._exit(0)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        left = os.pread(kept.file, 1 << 16, 0).decode()
+    finally:
+        os.close(kept.file)
+    assert "all_reduce" in left
+    assert "barrier" not in left
+
+
 # -- with workers ---------------------------------------------------------------------------------
 
 

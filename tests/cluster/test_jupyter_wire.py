@@ -1,6 +1,7 @@
 """Our reading and writing of Jupyter's messages agrees with jupyter_client's own; the thread that does it ends."""
 
 import datetime
+import warnings
 
 import pytest
 from jupyter_client.session import Session
@@ -101,3 +102,12 @@ def test_the_thread_of_the_kernels_begins_nothing_while_it_ends():
     with pytest.raises(RuntimeError, match="the cluster is shutting down: start another one"):
         thread.run(begun)
     assert begun.cr_frame is None  # closed, so that Python does not warn of it
+
+
+def test_the_thread_of_the_kernels_is_closed_twice_without_a_warning():
+    thread = KernelThread()
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        thread.close()
+        thread.close()
+    assert not told

@@ -81,7 +81,12 @@ class KernelThread:
         return threading.current_thread() is self._thread
 
     def close(self) -> None:
-        """Cancel the loop's tasks and close all sockets, within 2 s; then end the thread. For another thread."""
+        """Cancel the loop's tasks and close all sockets, within 2 s; then end the thread. For another thread.
+
+        Once the thread has ended, a further call does nothing.
+        """
+        if self.loop.is_closed():
+            return
 
         async def cancel_all() -> None:
             tasks = asyncio.all_tasks() - {asyncio.current_task()}

@@ -13,6 +13,7 @@ import os
 import re
 
 from nbdist.amounts import size
+from nbdist.channel.after_fork import call_forked
 from nbdist.cluster.processes.process_memory import resident
 
 _KEPT = 8
@@ -35,6 +36,11 @@ class LastOperations:
             self._memory, self.file = mmap.mmap(file, _KEPT * _LETTERS), file
         self._memory[:] = b" " * _KEPT * _LETTERS
         self._next, self._resident, self._measured = 0, 0, 0.0
+        call_forked(self)
+
+    def forked(self) -> None:
+        """Leave the memory to the parent: a forked process notes its operations in memory of its own."""
+        self._memory = mmap.mmap(-1, _KEPT * _LETTERS)
 
     def note(self, now: float, text: bytes) -> None:
         """Note an operation at the time ``now``, by `time.time`. Takes about a microsecond."""
