@@ -19,8 +19,8 @@ Attach = Callable[[list[torch.Tensor]], list[torch.Tensor]]
 """Joins the tensors that a message brought to this process's graph: takes them and returns them with their history."""
 
 
-class Replied(Protocol):
-    """The methods of an autograd recorder that `nbdist.rpc.calls.outcomes` calls when an answer comes.
+class Served(Protocol):
+    """The methods of an autograd recorder that modules of `nbdist.rpc.calls` call to serve a call, or for an answer.
 
     In all methods, ``recording`` is the note that the sender's recorder put into the message, ``context`` an autograd
     context of this worker, ``sender`` or ``to`` the other agent's incarnation, and ``function`` the name of the
@@ -38,10 +38,6 @@ class Replied(Protocol):
 
     def looks(self, context_id: int) -> bool:
         """Return whether that function reads whole tensors, so that decoding takes long, and belongs in a job."""
-
-
-class Served(Replied, Protocol):
-    """The methods of an autograd recorder that `rpc.calls.executor` and `rpc.calls.answers` call to serve a call."""
 
     def outgoing(self, context: Any, to: int, tensors: Sequence[torch.Tensor], function: str) -> Recording:
         """Record that tensors go to an agent in a call or its answer; return the note for the message.

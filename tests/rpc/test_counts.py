@@ -28,10 +28,10 @@ EXPECTED = {
     "empty, of __main__": (43, 36, 2),
     "empty, from a cell": (35, 34, 2),
     "small tensor": (38, 33, 2),
-    "remote().to_here()": (111, 112, 4),
-    "step": (279, 321, 7),
-    "ten hops, SMART": (1449, 1365, 43),
-    "ten hops, FAST": (1493, 1411, 43),
+    "remote().to_here()": (110, 112, 4),
+    "step": (277, 321, 7),
+    "ten hops, SMART": (1439, 1365, 43),
+    "ten hops, FAST": (1483, 1411, 43),
 }
 
 

@@ -23,7 +23,7 @@ from nbdist.rpc.latch import Latch
 from nbdist.rpc.links import Links, try_post
 from nbdist.rpc.pool import Job
 from nbdist.rpc.promise import Promise
-from nbdist.rpc.recording import Attach, Replied
+from nbdist.rpc.recording import Attach, Served
 from nbdist.rpc.references.reference_table import References, creation_error
 from nbdist.rpc.references.rref import RRef
 from nbdist.wire import codec
@@ -41,7 +41,7 @@ class Outcomes:
     _pending: PendingCalls
     _references: References
     _links: Links
-    _recorder: Replied
+    _recorder: Served
     _submit: Callable[[Job], None]
 
     def close(self, why: str) -> None:

@@ -74,6 +74,8 @@ class PendingCalls:
         self.ending: dict[Pending, None] = {}
         """The calls that left the table and that a job will end or send again."""
         self._calls: dict[int, Pending] = {}  # by id
+        self.get: Callable[[int], Pending | None] = self._calls.get
+        """Returns the call with that id; None if it is not in the table."""
         # A heap of (next moment to check the call, id). Calls that have ended stay in it until their moment.
         self._due: list[tuple[float, int]] = []
         self.frozen_by: set[int] = set()
@@ -121,10 +123,6 @@ class PendingCalls:
         """Take a call out of the table because agent ``sender`` has answered it; None if the answer must be dropped."""
         call = self._calls.get(id)
         return self._calls.pop(id, None) if call is not None and call.to == sender else None
-
-    def get(self, id: int) -> Pending | None:
-        """Return the call with that id; None if it is not in the table."""
-        return self._calls.get(id)
 
     def to(self, incarnation: int) -> list[Pending]:
         """List the calls that one agent has not answered."""
