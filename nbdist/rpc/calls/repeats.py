@@ -7,31 +7,21 @@ said before that it lacks one. If the callee lacks one now, it does not run the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from nbdist.channel.contract import Buffer
 from nbdist.errors import NbdistError
 from nbdist.rpc.calls.outcomes import Outcomes
 from nbdist.rpc.core.pending import Pending, PendingCalls
 from nbdist.rpc.links import Links
 from nbdist.rpc.references.forker import MessageForker
-from nbdist.wire.messages import Call, Payload
-from nbdist.wire.tensors import Slot
+from nbdist.wire.codec import Encoded
+from nbdist.wire.messages import Call
 
-
-class Draft(NamedTuple):
-    """The function and arguments of a call, encoded and ready to be sent."""
-
-    payload: Payload
-    frames: list[Buffer]
-    forker: MessageForker
-    """Has the forks in the message."""
-    slots: Sequence[Slot] = ()
-    """The copies of tensors in shared memory."""
+# The function and arguments of a call, ready to be sent, and the forks in them.
+Draft = tuple[Encoded, MessageForker]
 
 
 class Repeats:
@@ -60,7 +50,7 @@ class Repeats:
             call.again = partial(self._give_up, call, error)  # raised only if the repeat is needed
         else:
             call.again = partial(self.send, call, message, lambda: spare)
-            call.unsent = spare.forker.take_back
+            call.unsent = spare[1].take_back
         call.definitions = names_only
 
     def send(self, call: Pending, message: Call, encode: Callable[[], Draft]) -> None:
@@ -68,8 +58,9 @@ class Repeats:
         call.again = call.unsent = None
         try:
             self._pending.add(call)
-            payload, frames, forker, slots = encode()
-            call.seq = self._links.post(call.to, replace(message, payload=payload), frames, forker, slots)
+            encoded, forker = encode()
+            message = replace(message, payload=encoded.payload)
+            call.seq = self._links.post(call.to, message, encoded.frames, forker, encoded.slots)
         except BaseException as error:  # a user's class, while it is pickled: it must end the call
             if self._pending.pop(call.id) is not None:
                 self._outcomes.unrepeated(call, error)

@@ -27,7 +27,8 @@ from nbdist.rpc.references.reference_table import References
 from nbdist.rpc.references.rref import RRef
 from nbdist.wire import codec
 from nbdist.wire.devices import CPU_ONLY
-from nbdist.wire.messages import Call, Fork, Mode, Payload, Record
+from nbdist.wire.encoded import NO_TENSORS
+from nbdist.wire.messages import Call, Fork, Mode, Record
 from nbdist.wire.pickling import culprit
 from nbdist.wire.tensors import Slot
 
@@ -120,8 +121,8 @@ class Sender:
                 payload, frames = usual
                 named: Sequence[tuple[str, str]] = payload.definitions
             else:
-                payload, frames, forker, slots = self._encode(call, to, body, context)
-                named = call.definitions
+                encoded, forker = self._encode(call, to, body, context)
+                payload, frames, slots, named = encoded.payload, encoded.frames, encoded.slots, encoded.named
             # 3. Make the message, and prepare a second one in case the callee lacks a definition that this one names.
             origin = self.origin() if self.origin is not None else ""
             message = Call(call.id, mode, label, payload, result, call.target, origin, call.recording)
@@ -173,7 +174,7 @@ class Sender:
         grad = call.recording.grad if call.recording is not None else torch.is_grad_enabled()
         try:
             if body is None:
-                encoded = codec.Encoded(_NO_PAYLOAD, [])
+                encoded = codec.Encoded(NO_TENSORS, [])
             else:
                 encoded = codec.encode(
                     body,
@@ -191,7 +192,7 @@ class Sender:
             elif encoded.requires_grad and context is None and grad and not by_value:
                 self._recorder.warn(call.function, to.name)
             forker.kept.append(call.hold)
-            return Draft(encoded.payload, encoded.frames, forker, encoded.slots)
+            return encoded, forker
         except BaseException as error:  # a user's pickler may raise anything, also Ctrl-C
             forker.take_back()
             if isinstance(error, EncodeError):
@@ -203,8 +204,6 @@ class Sender:
                 raise failed from (error.__cause__ or error)
             raise
 
-
-_NO_PAYLOAD = Payload()
 
 _CANNOT_WAIT_HERE = (
     "{label} was called on {to} by a finaliser (a __del__ or a callback of a weak reference) or a signal handler that "
