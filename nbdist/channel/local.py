@@ -64,15 +64,14 @@ class LocalChannel:
     reads connections.
     """
 
-    def __init__(self, beside: ZeroMqChannel, *, max_message: int) -> None:
+    def __init__(self, beside: ZeroMqChannel, *, max_message: int, uses_sockets: bool = True) -> None:
         """Listen at a unix socket in the directory of ``beside``, which is closed together with this channel.
 
-        ``max_message`` is the most bytes of a message. Raises ChannelError if the socket cannot be made.
+        ``beside`` has local addresses. ``max_message`` is the most bytes of a message. Without ``uses_sockets``,
+        ``beside`` carries all messages, and this channel only waits for them. Raises ChannelError if the socket cannot
+        be made.
         """
-        if beside.directory is None:
-            raise ChannelError(
-                "the ZeroMQ channel has no directory for a unix socket: it was opened without local addresses"
-            )
+        assert beside.directory is not None  # it has local addresses
         self._beside = beside
         self._max_message = min(max_message, machine.memory())
         self._closed = False
@@ -93,7 +92,7 @@ class LocalChannel:
         self._may_look = machine.cores() > 1
         self._spinning = Spinning(), Spinning()  # for readers, and for guests
         path = str(beside.directory / "un")
-        self._address = _SCHEME + path
+        self._own_addresses = [_SCHEME + path] if uses_sockets else []
         with contextlib.ExitStack() as undo:
             self._listener = undo.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
             self._listener.setblocking(False)
@@ -120,7 +119,7 @@ class LocalChannel:
     @property
     def addresses(self) -> list[str]:
         """The channel's addresses: ``unix://`` first, then the addresses of the ZeroMQ channel."""
-        return [self._address, *self._beside.addresses]
+        return [*self._own_addresses, *self._beside.addresses]
 
     def connect(self, addresses: Sequence[str], is_large: bool = False) -> Link:
         """Return a link over a unix socket if an address names one that accepts the connection, else one over ZeroMQ.
@@ -131,7 +130,7 @@ class LocalChannel:
             if self._closed:
                 raise ChannelError("the channel is closed: RPC has been shut down in this process")
             for address in addresses:
-                if address.startswith(_SCHEME):
+                if self._own_addresses and address.startswith(_SCHEME):
                     # The address may be on another host, or its agent may have died: then try the other addresses.
                     try:
                         link = LocalLink(address.removeprefix(_SCHEME), self._outbox)

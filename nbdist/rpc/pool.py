@@ -5,9 +5,7 @@ would take longer than to run a small function, so the turn rarely passes:
 
 - Some channels let two threads wait for messages at once, and wake one of them for each message. While one thread runs
   a request, the other one already waits for the next.
-- With other channels only one thread may wait for messages. It keeps its turn while it runs a request, as long as
-  requests take less than `TINY_JOB_SECONDS`. A *guard*, an idle thread that checks every `QUICK_JOB_SECONDS`, takes the
-  turn from a thread whose request takes longer.
+- With other channels only one thread may wait for messages, and wakes another one before it runs a request.
 
 The life of a thread of the pool::
 
@@ -41,10 +39,6 @@ Job = Callable[[], object]
 # Python's default time for a thread to keep the GIL, so a job that has waited for the GIL once is not slow.
 QUICK_JOB_SECONDS = 0.005
 """While jobs end within this time, the second reader leaves waiting messages to the thread that runs jobs."""
-
-# A job that takes longer may release the GIL for most of it, so others should run beside it.
-TINY_JOB_SECONDS = 0.001
-"""The only thread that may read keeps its turn while jobs end within this time."""
 
 STUCK_AFTER_SECONDS = 0.1
 """Seconds after which the pool may start more threads, if jobs are queued and none has finished for that long."""
@@ -104,15 +98,8 @@ class Pool:
         self._extra = 0  # the number of threads beyond ``size`` that may run jobs, because the others are stuck
         self._finished_at = time.monotonic()
         self._brisk = False  # True while jobs end within `QUICK_JOB_SECONDS` seconds
-        self._tiny = False  # True while jobs end within `TINY_JOB_SECONDS` seconds
         self._watching = False  # True while the second reader waits in `_leave_to_the_other`
         self._needed = threading.Event()  # wakes the second reader in `_leave_to_the_other`
-        # The thread that runs a job and has kept its turn at reading: it counts in `_reading` meanwhile.
-        self._keeping: threading.Thread | None = None
-        self._kept_at = 0.0  # the moment at which `_keeping` was set
-        self._guarded = False  # True while a thread is in `_guard`
-        # True from the moment when a thread is woken or started to be the guard, until this thread has the lock.
-        self._is_called = False
         self._closed = False
         self._count = 0
 
@@ -194,7 +181,6 @@ class Pool:
         finally:
             with self._condition:
                 self._starting.discard(thread)
-                self._is_called = False
         try:
             started = None
             while (job := self._next(started)) is not None:
@@ -211,12 +197,8 @@ class Pool:
                 self._threads.discard(thread)
 
     def _note_end(self, started: float) -> None:
-        if self._keeping is threading.current_thread():
-            self._keeping = None
-            self._reading -= 1  # it may take its turn again at once, in `_next`
         self._finished_at = time.monotonic()
-        took = self._finished_at - started
-        self._brisk, self._tiny = took < QUICK_JOB_SECONDS, took < TINY_JOB_SECONDS
+        self._brisk = self._finished_at - started < QUICK_JOB_SECONDS
         self._running -= 1
 
     def _next(self, started: float | None) -> Job | None:
@@ -241,61 +223,25 @@ class Pool:
                     if self._reading < self._readers:
                         self._reading += 1
                         break
-                    if self._keeping is not None and not self._guarded:
-                        if self._guard():
-                            break
-                        continue
                     if self._idle > self.size:  # enough others sleep
                         return None
                     self._idle += 1
                     self._condition.wait()
                     self._idle -= 1
-                    self._is_called = False
             job = self._lead()
             if job is not None:
                 return job
 
     def _provide_reader(self) -> None:
         """Make sure that a thread reads messages while this thread runs a job."""
-        if self._keeping is not None:
-            if not (self._guarded or self._is_called):
-                self._wake_or_spawn()
-                self._is_called = True
-        elif self._reading:
+        if self._reading:
             # All other messages wake a reader themselves.
             if self._has_more() and not self._watching:
                 self._wake()
-        else:
-            self._wake_or_spawn()
-
-    def _wake_or_spawn(self) -> None:
-        if self._idle:
+        elif self._idle:
             self._condition.notify()
         elif not self._starting:  # a thread that starts takes a job or reads: on a busy machine it may come late
             self._spawn()
-
-    def _guard(self) -> bool:
-        """Wait while another thread keeps its turn and ends its jobs quickly; return whether this takes the turn."""
-        # Returns False if this thread has something else to do, or if the other thread keeps its turn no longer.
-        self._guarded, self._is_called = True, False
-        try:
-            while True:
-                finished = self._finished_at
-                self._idle += 1
-                # Other threads may take the lock meanwhile.
-                self._condition.wait(QUICK_JOB_SECONDS)
-                self._idle -= 1
-                if self._closed or self._reading < self._readers or (self._queue and self._capacity()):
-                    return False
-                # Not "no job has ended": other threads may end theirs while this one is slow.
-                if self._keeping is not None and time.monotonic() - self._kept_at >= QUICK_JOB_SECONDS:
-                    self._keeping = None
-                    self._brisk = self._tiny = False
-                    return True
-                if self._keeping is None and self._finished_at == finished:
-                    return False
-        finally:
-            self._guarded = False
 
     def _lead(self) -> Job | None:
         """Read until there is a job for this thread, and return it; None once the pool is closed."""
@@ -327,10 +273,7 @@ class Pool:
                     self._queue.append(job)
                     job = self._queue.popleft()
                 self._running += 1
-                if self._tiny and self._readers == 1:
-                    self._keeping, self._kept_at = threading.current_thread(), time.monotonic()
-                else:
-                    self._reading -= 1
+                self._reading -= 1
                 try:
                     self._provide_reader()
                 except RuntimeError:  # this thread reads again after the job
@@ -370,13 +313,9 @@ class Pool:
             this_thread.is_closed = True  # the thread comes here from a job, where it is open
             with self._condition:
                 self._blocked.append(threading.get_ident())
-                self._brisk = self._tiny = False
+                self._brisk = False
                 if self._watching:
                     self._needed.set()
-                if self._keeping is threading.current_thread():
-                    self._keeping = None
-                    self._reading -= 1
-                    self._provide_reader()
                 if self._queue:
                     self._provide()
         finally:

@@ -93,10 +93,9 @@ def start_agent(
             f"{os.getpid()}-{incarnation:x}", secret, host=host, max_message=options.max_message, directory=directory
         )
         undo.callback(zeromq.close)
-        channel: Channel = zeromq
-        if options.channel == "auto":
-            channel = local.LocalChannel(zeromq, max_message=options.max_message)
-            undo.callback(channel.close)
+        uses_sockets = options.channel == "auto"
+        channel: Channel = local.LocalChannel(zeromq, max_message=options.max_message, uses_sockets=uses_sockets)
+        undo.callback(channel.close)
         if wrap is not None:
             channel = wrap(channel)
         arena = open_arena(incarnation, options.arena_bytes, options.arena_threshold)

@@ -49,12 +49,16 @@ def local_and_tcp():
     return lambda: LocalChannel(ZeroMqChannel(label(), SECRET, host="127.0.0.1"), max_message=1 << 40)
 
 
+def around_zeromq():
+    return lambda: LocalChannel(ZeroMqChannel(label(), SECRET), max_message=1 << 40, uses_sockets=False)
+
+
 def faulty():
     network = Network()
     return lambda: FaultyChannel(network.open(), Faults())
 
 
-@pytest.fixture(params=[inprocess, ipc, tcp, both, local, local_and_tcp, faulty])
+@pytest.fixture(params=[inprocess, ipc, tcp, both, local, local_and_tcp, around_zeromq, faulty])
 def open_channel(request):
     """Opens channels that can reach each other; all are closed at the end."""
     make = request.param()

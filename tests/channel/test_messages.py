@@ -5,13 +5,11 @@ from __future__ import annotations
 import errno
 import os
 import tempfile
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 from nbdist.channel import secret
-from nbdist.channel.local import LocalChannel
 from nbdist.channel.shared_memory import mapping
 from nbdist.errors import DecodeError, EncodeError, NbdistError, UsageError
 from nbdist.wire import tensors
@@ -48,11 +46,6 @@ def test_no_temporary_directory(monkeypatch):
     monkeypatch.setattr(tempfile, "gettempdir", full)
     with pytest.raises(UsageError, match=r"no temporary directory can be written to \(No usable temporary directory"):
         secret.runtime_directory()
-
-
-def test_a_channel_without_a_directory():
-    with pytest.raises(NbdistError, match=r"the ZeroMQ channel has no directory for a unix socket"):
-        LocalChannel(SimpleNamespace(directory=None), max_message=1 << 20)
 
 
 def test_memory_that_the_system_refuses(monkeypatch):

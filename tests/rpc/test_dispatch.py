@@ -394,19 +394,6 @@ def test_jobs_that_wait_for_jobs_at_hand_do_not_wait_long(pool_of_either):
         assert wait_all(done, SOON) == list(range(40))
 
 
-def test_one_thread_reads_and_runs_all_quick_jobs(monkeypatch):
-    """No other thread is woken for a message, but for the guard."""
-    for name in ("QUICK", "TINY"):  # so that a job that a busy machine holds up is quick, too
-        monkeypatch.setattr(f"nbdist.rpc.pool.{name}_JOB_SECONDS", 1000.0)
-    with pool_of_one_reader(4) as (pool, inbox):
-        call(inbox.put, int).wait(SOON)
-        while pool.active:  # until the pool has noted that the first job was quick
-            time.sleep(0.001)
-        ran = [call(inbox.put, threading.get_ident) for _ in range(300)]
-        assert len({each.wait(SOON) for each in ran}) <= 2
-        assert pool.threads <= 2
-
-
 @pytest.mark.parametrize("way", ["read", "submitted"])
 def test_no_thread_is_started_for_what_another_that_starts_will_do(way):
     """On a busy machine a thread may begin long after it was started."""
@@ -441,23 +428,3 @@ def test_another_thread_reads_while_a_job_lasts_that_comes_after_quick_ones(bloc
             late = call(inbox.put, answer.wait if blocks else lambda freed=freed: freed.wait(SOON))
             call(inbox.put, (lambda answer=answer: answer.set_result(None)) if blocks else freed.set)
             late.wait(SOON)
-
-
-def test_the_guard_runs_what_is_submitted_and_somebody_else_takes_its_place():
-    with pool_of_one_reader(2) as (pool, inbox):
-        for _ in range(50):
-            call(inbox.put, int).wait(SOON)
-            freed, begun = threading.Event(), threading.Event()
-
-            def last(freed=freed, begun=begun):
-                begun.set()
-                return freed.wait(SOON)
-
-            late = call(inbox.put, last)
-            assert begun.wait(SOON)
-            submitted = call(pool.submit, lambda freed=freed: freed.wait(SOON))
-            call(inbox.put, freed.set)  # a third job, of which somebody must read; two may run at a time
-            pool.resize(3)
-            assert late.wait(SOON)
-            assert submitted.wait(SOON)
-            pool.resize(2)
