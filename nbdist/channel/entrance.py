@@ -65,8 +65,8 @@ class Entrance(Door):
         self._thread.join(5.0)
 
 
-class Visit(contextlib.AbstractContextManager["Visit"]):
-    """A connection to an entrance, for several requests, one after another: ``with Visit(address, key) as visit``.
+class Visit:
+    """A connection to an entrance, for several requests, one after another; `close` ends it.
 
     If a request got no answer in time, make a new visit: the late answer might be taken for that to the next request.
     """
@@ -92,9 +92,6 @@ class Visit(contextlib.AbstractContextManager["Visit"]):
         except BaseException:  # Ctrl-C, too, would leave ZeroMQ's threads and files
             self.close()
             raise
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def ask(self, request: bytes, timeout: float) -> bytes:
         """Send a request, and return its answer. Raises ChannelError if there is none after ``timeout`` seconds."""
@@ -128,5 +125,5 @@ def knock(address: str, key: bytes, request: bytes, timeout: float) -> bytes:
     Raises ChannelError if there is no answer after ``timeout`` seconds: nobody listens there, or the entrance has
     another key.
     """
-    with Visit(address, key) as visit:
+    with contextlib.closing(Visit(address, key)) as visit:
         return visit.ask(request, timeout)

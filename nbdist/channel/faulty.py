@@ -146,8 +146,7 @@ class FaultyLink:
         if chance() < _rule(faults.drop, word):
             return
         kept = [bytes(frame) for frame in frames]  # copies: a message that is sent later must not change meanwhile
-        copies = 2 if chance() < _rule(faults.duplicate, word) else 1
-        for _ in range(copies):
+        for _ in range(2 if chance() < _rule(faults.duplicate, word) else 1):
             delay = _rule(faults.delay, word)
             if chance() < _rule(faults.reorder, word):
                 delay += chance() * 0.05

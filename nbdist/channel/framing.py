@@ -97,21 +97,16 @@ class FrameCutter:
             if not 0 < _SIZE * count <= length:
                 raise _garbage(f"a message of {length} bytes claims {count} frames")
             if end - start < _HEAD.size + length:
-                self._begin_large(data, start, _HEAD.size + length)
+                machine.require_memory(_HEAD.size + length)
+                self.large = unfilled(_HEAD.size + length)
+                self._filled = end - start
+                self.large[: self._filled] = memoryview(data)[start:]
                 return messages
             messages.append(_copy_frames(data, start, length, count))
             start += _HEAD.size + length
         if start < end:
             self._rest = data[start:]
         return messages
-
-    def _begin_large(self, data: bytes, start: int, length: int) -> None:
-        """Set `large` to new memory for the message of ``length`` bytes at ``start``; copy the part that is there."""
-        machine.require_memory(length)
-        large = unfilled(length)
-        self._filled = len(data) - start
-        large[: self._filled] = memoryview(data)[start:]
-        self.large = large
 
 
 def _garbage(what: str) -> ProtocolError:

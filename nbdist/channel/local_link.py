@@ -179,11 +179,10 @@ class LocalLink:
         """Write what the socket has room for; return the number of bytes. After an error, shut the link; return 0."""
         try:
             return sock.send(pieces[0]) if len(pieces) == 1 else sock.sendmsg(pieces)
-        except BlockingIOError:
-            return 0
-        except OSError:
-            # The receiver drops an incomplete message, and `nbdist.wire.peer` sends it again.
-            self._shut()
+        except OSError as error:
+            if not isinstance(error, BlockingIOError):
+                # The receiver drops an incomplete message, and `nbdist.wire.peer` sends it again.
+                self._shut()
             return 0
 
     def _advance(self, sent: int) -> None:

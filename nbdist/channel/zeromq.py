@@ -264,12 +264,10 @@ class ZeroMqChannel(Channel):
 
         Do not call it together with `receive`. It may be called after `close`, too.
         """
-        try:
+        with contextlib.suppress(zmq.ZMQError):  # the channel is closed
             while self._has_message():
                 if (frames := self._take()) is not None:
                     return frames
-        except zmq.ZMQError:
-            pass  # the channel is closed
         return None
 
     def _has_message(self) -> bool:

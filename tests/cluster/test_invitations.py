@@ -339,7 +339,7 @@ def test_an_entrance_keeps_to_its_ports_and_says_when_none_is_free():
 def test_an_entrance_keeps_nothing_of_requests_and_answers_after_an_error(monkeypatch):
     keys = Secret(b"a secret of some length", shared_off_host=True).curve("entrance")
     entrance = Entrance("127.0.0.1", keys, lambda request: str(len(request)).encode())
-    with contextlib.closing(entrance), Visit(entrance.address, keys.public) as visit:
+    with contextlib.closing(entrance), contextlib.closing(Visit(entrance.address, keys.public)) as visit:
         # A request of many parts is dropped. The next one is read from its beginning.
         visit.socket.send_multipart([bytes(1000)] * 50)
         assert visit.ask(b"abc", 10.0) == b"3"

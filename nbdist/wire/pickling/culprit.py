@@ -50,7 +50,7 @@ def of_call(body: tuple[Any, Any, Any]) -> str:
     """Return which part of a call (function or name, args, kwargs) cannot be pickled, for the user; else ""."""
     function, args, kwargs = body
     if not isinstance(function, str) and _failure(function) is not None:
-        return _follow(function, _name_of(function))
+        return _follow(function, str(getattr(function, "__qualname__", "the function")).rpartition(".")[2])
     parts = [(f"args[{number}]", value) for number, value in enumerate(args)] + list(kwargs.items())
     return next((_follow(value, path) for path, value in parts if _failure(value) is not None), "")
 
@@ -116,10 +116,6 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
         if isinstance(fields, dict) and not isinstance(value, type | types.ModuleType):
             for name, item in fields.items():
                 yield f".{name}", item
-
-
-def _name_of(function: Any) -> str:
-    return str(getattr(function, "__qualname__", "the function")).rpartition(".")[2]
 
 
 def _cell_of(function: types.FunctionType) -> str:
