@@ -155,13 +155,13 @@ class Message(msgspec.Struct, array_like=True, frozen=True):
             cls.kind = re.sub("(?<=[a-z])(?=[A-Z])", "_", cls.__name__).lower()  # such as fork_request, rref_state
 
 
-class Kept(Message, frozen=True):
+class Numbered(Message, frozen=True):
     """A message that is numbered, kept until it is acknowledged, and sent again if needed."""
 
     must_arrive: ClassVar[bool] = True
 
 
-class Carrier(Kept, frozen=True):
+class Carrier(Numbered, frozen=True):
     """A message with a value in the frames after its envelope."""
 
     gives_back: ClassVar[bool] = True
@@ -259,14 +259,14 @@ class Reply(Carrier, frozen=True, tag=9):
     recording: Recording | None = None  # the autograd context of the call, and the edge that the result's tensors make
 
 
-class ForkRequest(Kept, frozen=True, tag=10):
+class ForkRequest(Numbered, frozen=True, tag=10):
     """User to owner: count this fork, which I hold."""
 
     rref: GlobalId
     fork: GlobalId
 
 
-class ForkConfirm(Kept, frozen=True, tag=11):
+class ForkConfirm(Numbered, frozen=True, tag=11):
     """Owner to user: your fork is counted. ``gone`` is True if the value does not exist any more."""
 
     rref: GlobalId
@@ -275,20 +275,20 @@ class ForkConfirm(Kept, frozen=True, tag=11):
     gone: bool = False
 
 
-class ChildAccept(Kept, frozen=True, tag=12):
+class ChildAccept(Numbered, frozen=True, tag=12):
     """User to the user that passed the fork on: the owner counts the fork, so your own fork may end."""
 
     fork: GlobalId
 
 
-class UserDelete(Kept, frozen=True, tag=13):
+class UserDelete(Numbered, frozen=True, tag=13):
     """User to owner: this fork has ended."""
 
     rref: GlobalId
     fork: GlobalId
 
 
-class RRefState(Kept, frozen=True, tag=14):
+class RRefState(Numbered, frozen=True, tag=14):
     """Owner to users: the value now exists, or the error in its place."""
 
     rref: GlobalId
@@ -330,13 +330,13 @@ class Cast(Carrier, frozen=True, tag=17):
         return self.topic
 
 
-class Stop(Kept, frozen=True, tag=18):
+class Stop(Numbered, frozen=True, tag=18):
     """Caller to callee: the user has given up on this call."""
 
     id: int  # the caller's number for the call
 
 
-class GiveBack(Kept, frozen=True, tag=19):
+class GiveBack(Numbered, frozen=True, tag=19):
     """Receiver to owner of an arena: gives back blocks, because no other message to the owner could take them."""
 
     gives_back: ClassVar[bool] = True
@@ -360,8 +360,8 @@ if TYPE_CHECKING:
     AnyMessage = Message
 else:
     # The union of all types of messages, which the decoder needs.
-    _subclasses = {each for base in (Message, Kept, Carrier) for each in base.__subclasses__()}
-    AnyMessage = Union[tuple(_subclasses - {Kept, Carrier})]  # noqa: UP007
+    _subclasses = {each for base in (Message, Numbered, Carrier) for each in base.__subclasses__()}
+    AnyMessage = Union[tuple(_subclasses - {Numbered, Carrier})]  # noqa: UP007
 
 
 class Envelope(msgspec.Struct, array_like=True, frozen=True):
