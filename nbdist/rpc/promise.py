@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import logging
 import threading
 from collections.abc import Callable, Iterable
@@ -105,6 +106,21 @@ class Promise(Generic[T]):
         if not self.done():
             raise RuntimeError("exception() was called on a future that is not done: call wait() first")
         return self._error
+
+    def copy_of_error(self) -> BaseException:
+        """Return a copy of the error with the traceback with which it came; the error itself if it has no copies."""
+        error = self._error
+        assert error is not None
+        error.__traceback__ = self._origin
+        try:
+            copied = copy.copy(error)
+        except Exception:  # of the class, which may be the user's
+            return error
+        if type(copied) is not type(error):
+            return error
+        copied.__traceback__, copied.__cause__, copied.__context__ = self._origin, error.__cause__, error.__context__
+        copied.__suppress_context__ = error.__suppress_context__
+        return copied
 
     def _result(self) -> T:
         """Return the value of a promise that is done, or raise its error with the traceback with which it came."""

@@ -114,3 +114,35 @@ def test_a_copy_keeps_the_value_when_the_other_is_released(world, owner, copied)
     del third
     gc.collect()
     wait_until(lambda: owned() == 0)
+
+
+class Unmakeable(Exception):
+    def __init__(self, one, two):
+        super().__init__(f"{one} and {two}")
+
+
+def fail(kind):
+    raise ValueError("no value") if kind is ValueError else Unmakeable(1, 2)
+
+
+@pytest.mark.parametrize("kind", [ValueError, Unmakeable])
+def test_the_error_of_an_own_value_is_raised_again_and_again(world, kind):
+    rref = rpc.remote("worker0", fail, args=(kind,))
+    for _ in range(2):
+        with pytest.raises(kind, match="no value|1 and 2") as raised:
+            rref.to_here()
+        assert sum(entry.name == "local_value" for entry in raised.traceback) == 1
+
+
+def test_the_error_of_an_own_value_does_not_keep_what_its_frames_refer_to(world):
+    def owned():
+        return len(world[0].references.owned())
+
+    def look():
+        rref = rpc.remote("worker0", fail, args=(ValueError,))
+        with pytest.raises(ValueError, match="no value"):
+            rref.to_here()
+
+    look()
+    gc.collect()
+    wait_until(lambda: owned() == 0)

@@ -169,7 +169,14 @@ class References:
                 f"the value of {rref} is gone: RPC has been shut down on this worker. Start it again, and create the "
                 "value again"
             )
-        return future.wait(timeout or None)
+        try:
+            return future.wait(timeout or None)
+        except BaseException as error:
+            if not (future.done() and error is future.exception()):
+                raise  # of the wait
+        # A copy, as on other workers: the error itself would keep the frames that it passes on its way, and with them
+        # the caller's RRefs, as long as this value is kept.
+        raise future.copy_of_error()
 
     def owned(self) -> list[tuple[GlobalId, Promise[Any], set[int]]]:
         """List the values that this agent owns or will own: id, promise, and the other agents that hold forks."""
