@@ -129,7 +129,7 @@ def fail(kind):
 def test_the_error_of_an_own_value_is_raised_again_and_again(world, kind):
     rref = rpc.remote("worker0", fail, args=(kind,))
     for _ in range(2):
-        with pytest.raises(kind, match="no value|1 and 2") as raised:
+        with pytest.raises(kind, match=r"no value|1 and 2") as raised:
             rref.to_here()
         assert sum(entry.name == "local_value" for entry in raised.traceback) == 1
 
