@@ -33,8 +33,8 @@ layer  modules                      contents
 ====== ============================ ==========================================================================
 
 The path of a call: `rpc.api` → `rpc.calls.caller` → `rpc.calls.sender` (encodes with `wire.codec`, notes the call in
-`rpc.core.pending`) → `rpc.links.post` → `wire.peer` (numbers the message and keeps a copy) → a `channel` → a thread of
-the other agent's `rpc.pool`, in `Agent.read` → `rpc.calls.executor` → `rpc.calls.answers`, and back to
+`rpc.core.pending`) → `rpc.links.post` → `wire.peer` (numbers the message and keeps a copy) → `channel.local` → a thread
+of the other agent's `rpc.pool`, in `Agent.read` → `rpc.calls.executor` → `rpc.calls.answers`, and back to
 `rpc.calls.outcomes`, which ends the caller's wait in `rpc.latch`. Pages of ``docs`` follow a call, a cell, a gradient
 and a token of a swarm step by step: ``a_call.md``, ``a_cell.md``, ``a_gradient.md``, ``a_token.md``. Besides:
 

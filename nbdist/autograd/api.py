@@ -81,8 +81,8 @@ class ContextId(int):
         knows. Backward passes that still run in the context fail with UsageError. A second call raises UsageError. In
         the block of `context` it ends the context early; the end of the block then does nothing.
         """
-        here = recorder()
-        here.close(here.contexts.get(self))
+        own = recorder()
+        own.close(own.contexts.get(self))
 
     def __reduce__(self) -> Any:
         return ContextId, (int(self),)
@@ -223,8 +223,8 @@ def backward(*arguments: Any, **options: Any) -> None:
         ...     dist_autograd.get_gradients(context_id)[w]
         tensor([ 4., 22.])
     """
-    here, context, roots, gradients, chosen = _prepare(*_with_id(arguments, options), **options)
-    here.finish(here.begin(context, roots, gradients, **chosen))
+    own, context, roots, gradients, chosen = _prepare(*_with_id(arguments, options), **options)
+    own.finish(own.begin(context, roots, gradients, **chosen))
 
 
 def backward_async(*arguments: Any, **options: Any) -> Handle:
@@ -243,10 +243,10 @@ def backward_async(*arguments: Any, **options: Any) -> Handle:
         ...     dist_autograd.get_gradients(context_id)[w]
         tensor([3., 3.])
     """
-    here, context, roots, gradients, chosen = _prepare(*_with_id(arguments, options), **options)
+    own, context, roots, gradients, chosen = _prepare(*_with_id(arguments, options), **options)
     ended: Future[None] = Future()
-    handle = Handle(here, here.begin(context, roots, gradients, ended, **chosen), ended)
-    here.transport.submit(handle.go)
+    handle = Handle(own, own.begin(context, roots, gradients, ended, **chosen), ended)
+    own.transport.submit(handle.go)
     return handle
 
 
@@ -268,9 +268,9 @@ def _prepare(
     """Check the arguments of `backward`; return the recorder, and the arguments and options of its method `begin`."""
     check_mode(mode)
     tensors, gradients = _check_roots(roots, grad_tensors)
-    here = recorder()
+    own = recorder()
     options = {"smart": mode == "smart", "retain_graph": retain_graph, "accumulate": accumulate}
-    return here, here.contexts.get(context_id), tensors, gradients, options
+    return own, own.contexts.get(context_id), tensors, gradients, options
 
 
 _signature = inspect.signature(_prepare).replace(return_annotation=None)
@@ -387,6 +387,6 @@ def watch(context_id: int | None = None, *, paused: bool = False, norms: bool = 
 
         The notebook ``03_watch_backward`` shows more.
     """
-    here = recorder()
-    context = here.contexts.get(current_id() if context_id is None else int(context_id))
-    return here.passes.observing.watch(context, paused=paused, norms=norms)
+    own = recorder()
+    context = own.contexts.get(current_id() if context_id is None else int(context_id))
+    return own.passes.observing.watch(context, paused=paused, norms=norms)

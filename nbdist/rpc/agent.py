@@ -1,10 +1,10 @@
 """The agent: the RPC endpoint of one worker, which makes the other parts and joins them.
 
-Every message passes here. `Agent.post` (the method of `Links`) numbers it, keeps a copy and sends it, on the caller's
-thread. One or two threads of the pool run `Agent.read`, which receives messages. Then, one thread at a time, the reader
-asks the `Peer` whether the message is new, and calls the handler for the message's type. A handler is quick and runs no
-user code. If user code must run, the handler returns a job, and the thread that has read the message runs it. Another
-thread reads the next message meanwhile, unless the job is short (`nbdist.rpc.pool`).
+All messages arrive here. They leave by `Links.post`, which numbers a message, keeps a copy and sends it, on the
+caller's thread. One or two threads of the pool run `Agent.read`, which receives messages. Then, one thread at a time,
+the reader asks the `Peer` whether the message is new, and calls the handler for the message's type. A handler is quick
+and runs no user code. If user code must run, the handler returns a job, and the thread that has read the message runs
+it. Another thread reads the next message meanwhile, unless the job is short (`nbdist.rpc.pool`).
 
 The locks on the way of a call:
 
@@ -214,7 +214,7 @@ class Agent:
         """Makes the thread that reads as a guest sleep on its latch instead."""
         # A channel that lets only one thread read at a time has no place for a guest.
         if channel.readers > 1:
-            guest = WaitingReader(channel, links, self._read_as_guest, self.submit)
+            guest = WaitingReader(channel, links, self._read_one_as_guest, self.submit)
             self.read_as_guest = self.caller.read_as_guest = guest.read
             self.dismiss_guest = guest.dismiss
             self.caller.expect, self.sender.expect_no_more = channel.expect, channel.expect_no_more
@@ -394,7 +394,7 @@ class Agent:
         with self._turn:
             return self._take(frames)
 
-    def _read_as_guest(self, timeout: float | None) -> Job | None:
+    def _read_one_as_guest(self, timeout: float | None) -> Job | None:
         before, here.agent = here.agent, self
         was_closed = this_thread.is_closed
         try:

@@ -8,7 +8,7 @@
                                  .begin("start", setup)             a latch, which costs less
                                  .ask("start", setup)               waits for the result
                                  .cast("signal", "worker0", 2)      no answer, and no error if nobody is there
-                                 .later("step", number)             calls a method marked with `async_execution`
+                                 .later("step", number)             calls a method that returns a future
 
 The name of one of several objects of a kind has a key behind the kind: ``"server 7f.1"``. Errors and displays call its
 method ``server.load``.

@@ -57,8 +57,8 @@ class _PoolThread(threading.Thread):
 class Pool:
     """An elastic pool of threads that run jobs. One or two of them at a time read messages, which bring jobs.
 
-    The caller of a private method holds the lock, except for `_run`, `_next`, `_lead` and `_leave_to_the_other`, which
-    are steps of a thread's life, and `_blocking`.
+    The caller of a private method holds the lock, except for `_run`, `_next`, `_read_until_job` and
+    `_leave_to_the_other`, which are steps of a thread's life, and `_blocking`.
     """
 
     def __init__(
@@ -228,7 +228,7 @@ class Pool:
                     self._idle += 1
                     self._condition.wait()
                     self._idle -= 1
-            job = self._lead()
+            job = self._read_until_job()
             if job is not None:
                 return job
 
@@ -243,7 +243,7 @@ class Pool:
         elif not self._starting:  # a thread that starts takes a job or reads: on a busy machine it may come late
             self._spawn()
 
-    def _lead(self) -> Job | None:
+    def _read_until_job(self) -> Job | None:
         """Read until there is a job for this thread, and return it; None once the pool is closed."""
         is_first = True
         while True:

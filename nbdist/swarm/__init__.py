@@ -23,7 +23,7 @@ consecutive blocks on one server::
              Session.step                      session    keeps the history of each span
                  │ finds a route, sends         crew, routing, server_record
                  ▼
-    servers  Server.step ──pushes output──► Server.step ──► ...    server, session_caches, neighbours
+    servers  Server.step ──pushes output──► Server.push ──► ...    server, session_caches, neighbours
                  │ waits for cache memory       cache_room, cache_budget
              the server's one computing thread  runtime, queues
                  │

@@ -239,12 +239,12 @@ def test_nothing_is_over_before_the_root_has_said_what_it_began_with():
     assert not ledger.over
     ledger.take(OTHER, report(1, waits=True))
     assert not ledger.over
-    assert not ledger.marked
+    assert not ledger.marking_is_over
     ledger.take(ROOT, report(1, sent=[(BEGUN, ROOT), (MARK, OTHER)]))
-    assert not ledger.marked
+    assert not ledger.marking_is_over
     ledger.take(ROOT, report(2, settled=[BEGUN]))
     ledger.take(OTHER, report(2, settled=[MARK]))
-    assert ledger.marked
+    assert ledger.marking_is_over
     assert ledger.over
 
 
@@ -263,9 +263,9 @@ def test_a_report_that_has_overtaken_another_waits_for_it():
 def test_what_waits_does_not_keep_the_marking_from_its_end():
     ledger = Ledger(ROOT)
     ledger.take(ROOT, report(1, settled=[BEGUN], sent=[(BEGUN, ROOT), (GRADIENT, OTHER)]))
-    assert not ledger.marked, "nobody knows yet what will come of the gradient"
+    assert not ledger.marking_is_over, "nobody knows yet what will come of the gradient"
     ledger.take(OTHER, report(1, marked=[GRADIENT], waits=True))
-    assert ledger.marked
+    assert ledger.marking_is_over
     assert ledger.waiting == {OTHER}
     assert not ledger.over
 

@@ -8,7 +8,7 @@ The token of a mark or gradient message moves through the lists of a `Run` in th
     Mark -------------------------------------> settled        sent
     Gradients --> arrived --> taken by a thread --> settled
                     ^              |
-                    +-- waits for -+---------> marked          the next report empties settled, marked and sent
+                    +-- waits for -+---------> waiting         the next report empties settled, waiting and sent
                         the end of the marking
 """
 
@@ -162,7 +162,7 @@ class Run:
         self.ended = False  # over or given up on this worker, which sends no more messages of it
         self.told: set[int] = set()  # the workers to which this one has sent messages of the pass
         self.settled: list[Token] = []  # for the next report: this worker has done all that follows from them
-        self.marked: list[Token] = []  # for the next report: they only wait for the end of the marking
+        self.waiting: list[Token] = []  # for the next report: they only wait for the end of the marking
         self.outbox: Outgoing | None = None  # gradients for the root, to travel in one message with the next report
         self.sent: list[tuple[Token, int]] = []  # for the next report, with the receivers
         self.arrived: list[Token] = []  # of gradients that no thread has taken up

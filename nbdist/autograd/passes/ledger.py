@@ -70,7 +70,7 @@ class Ledger:
             self.observed[sender] = following.observed
 
     @property
-    def marked(self) -> bool:
+    def marking_is_over(self) -> bool:
         """True if the marking is over: no mark will be sent any more, and none is on its way."""
         # Gradients that run at once are not marked first, and may cause marks where they arrive. So every open token
         # must be one that waits for just this end, after it has caused all the marks that it can.

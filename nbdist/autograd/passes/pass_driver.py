@@ -19,6 +19,9 @@ The ledger (`nbdist.autograd.passes.ledger`) accounts for every mark and gradien
 worker has anything left to do. Then the pass is over; in FAST mode it fails if gates still wait for gradients, and the
 error names them.
 
+Only the root commits. Other workers do not hear of the end: their part of the sums counts for `Context.gradients`, and
+for an optimizer's step (`Context.gradients_of`), until the next pass of the root commits it (`Head.since`).
+
 An error on any worker goes to the root (`Failed`), which gives the pass up on all workers (`Cancel`). The root also
 gives it up if a worker that takes part is lost, or after Ctrl-C. Then the gradients of the pass are dropped.
 
@@ -407,7 +410,7 @@ class Passes:
                     taken, run.taken = run.taken, []
                     if waits:  # these run when the marking is over, and are settled only then
                         run.arrived = taken + run.arrived
-                        run.marked += taken
+                        run.waiting += taken
                     else:
                         run.settled += taken
             break
@@ -489,13 +492,13 @@ class Passes:
             missing = [Missing(number, sends[number].function, sends[number].peer) for number in run.part.missing()]
         observed = run.observer.finish() if run.observer is not None else 0  # without the lock: this sends messages
         with run.lock:
-            if run.ended or not (run.settled or run.marked or run.sent or waits):
+            if run.ended or not (run.settled or run.waiting or run.sent or waits):
                 return
             run.reports += 1  # from 1 on: the root takes a worker's reports only in the order of these numbers
             report = Report(
-                run.head.id, run.reports, run.settled, run.marked, run.sent, waits, missing, run.part.reduces, observed
+                run.head.id, run.reports, run.settled, run.waiting, run.sent, waits, missing, run.part.reduces, observed
             )
-            run.settled, run.marked, run.sent = [], [], []
+            run.settled, run.waiting, run.sent = [], [], []
             outbox, run.outbox = run.outbox, None
         root = run.head.id.root
         if root == self._me:
@@ -523,7 +526,7 @@ class Passes:
             lost = self._lost.keys() & ledger.workers
             over = ledger.over
             waiting = set[int]()
-            if ledger.waiting and ledger.marked:
+            if ledger.waiting and ledger.marking_is_over:
                 waiting, ledger.waiting = ledger.waiting, set()
         if over:
             if owed := ledger.owed():  # in another thread: this one may have to read the answers to `plan_from`

@@ -35,7 +35,7 @@ from nbdist.wire.messages import Call, Mode
 from nbdist.wire.pickling import definitions, names
 
 
-class Stoppable(Protocol):
+class Stopper(Protocol):
     """Stops calls while they run; `nbdist.rpc.calls.stopping.Stopping` is one.
 
     A ``key`` is the caller's incarnation, and the caller's number for the call.
@@ -62,7 +62,7 @@ class Executor:
     """Returns a context manager to enter around each call that runs here; takes `Call.origin`. None for none."""
     on_error: Callable[[BaseException], None] | None = None
     """Called with each error of a function that has run here."""
-    stopping: Stoppable = field(init=False)
+    stopping: Stopper = field(init=False)
 
     def __post_init__(self) -> None:
         self.name = self.membership.me.name

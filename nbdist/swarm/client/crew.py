@@ -279,7 +279,7 @@ class Crew:
         answered and is banned, and also if it does not have the block or the session, or its input has not arrived.
         Errors of the computation itself are raised unchanged.
         """
-        with member.asked():
+        with member.counting_call():
             try:
                 found = asked.wait(within)
                 if isinstance(found, StepReply):
@@ -315,7 +315,7 @@ class Crew:
         `Interrupted` soon after ``halted()`` is true: nobody waits for the result any more.
         """
         within = self.policy.step_timeout if within is None else within
-        with member.asked():
+        with member.counting_call():
             while not asked.done():
                 with contextlib.suppress(Exception):  # an error of the call is raised by `answer` below
                     asked.wait(within if halted is None else _HALTED_SECONDS)

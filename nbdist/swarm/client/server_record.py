@@ -76,7 +76,7 @@ class ServerRecord:
             self.cache = self.sessions = 0
 
     @contextlib.contextmanager
-    def asked(self) -> Iterator[None]:
+    def counting_call(self) -> Iterator[None]:
         """Return a context manager that counts one more call in `load`, so that busy servers get less new work."""
         with self._counting:
             self.load += 1

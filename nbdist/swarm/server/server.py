@@ -9,8 +9,8 @@ How a step of a session proceeds::
 
     ServerSession           one thread at a time works for a session: `_go_on`, `busy`
     step()  ─► asked ┐
-    push()  ─► given ┴─► take_up ─► `_take`: reserve memory ─► computing thread ─┬─► next server: push()
-                                                                                 └─► the step's future
+    push()  ─► given ┴─► take_up ─► `_compute`: reserve memory ─► computing thread ─┬─► next server: push()
+                                                                                    └─► the step's future
 """
 
 from __future__ import annotations
@@ -356,7 +356,7 @@ class Server:
             try:
                 seconds = 0.0
                 if hidden is not None:
-                    seconds = self._take(key, session, asked, hidden)
+                    seconds = self._compute(key, session, asked, hidden)
                 assert session.last is not None  # a step was taken
                 asked.settle(self._reply(session.last, seconds, session), None)
             except BaseException as error:  # it goes to the client that called for the step
@@ -372,7 +372,7 @@ class Server:
         reserved = 0 if session is None else self._room.of(session)
         return StepReply(result, seconds, self._room.used, self._count(), self._steps, reserved)
 
-    def _take(self, key: tuple[str, int], session: ServerSession, asked: StepCall, hidden: torch.Tensor) -> float:
+    def _compute(self, key: tuple[str, int], session: ServerSession, asked: StepCall, hidden: torch.Tensor) -> float:
         """Compute one step on the computing thread and push its output; return the seconds that it took.
 
         ``asked`` is the client's call, ``hidden`` the whole input. Reserves memory for the caches: before the step an
