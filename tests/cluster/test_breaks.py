@@ -1,6 +1,5 @@
 """`%dist_break`: workers stop at places in code that stays as it is."""
 
-import os
 import sys
 from types import CodeType, SimpleNamespace
 
@@ -120,8 +119,7 @@ def test_a_function_of_a_package_needs_its_modules_name():
 def two(tmp_path_factory):
     folder = tmp_path_factory.mktemp("project")
     (folder / "losses.py").write_text(LOSSES)
-    path = os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))  # "" is this folder
-    with Notebook(env={"PYTHONPATH": path}) as notebook:
+    with Notebook(folders=[folder]) as notebook:
         notebook.run("%dist_init -n 2", timeout=120)
         notebook.run("import losses")
         notebook.run(RECORD)

@@ -1,7 +1,6 @@
 """Workers run the code that was edited: `%dist_reload`, the notebook's own `%autoreload`, and lines where not."""
 
 import importlib
-import os
 import re
 import sys
 
@@ -42,8 +41,7 @@ def project(tmp_path_factory):
 @pytest.fixture(scope="module")
 def two(project):
     project.write(CODE.format(factor=2))
-    path = os.pathsep.join(filter(None, [str(project.folder), os.environ.get("PYTHONPATH")]))  # "" is this folder
-    with Notebook(env={"PYTHONPATH": path}) as notebook:
+    with Notebook(folders=[project.folder]) as notebook:
         notebook.run("%dist_init -n 2 --preload losses", timeout=120)
         notebook.run("import losses")
         yield notebook

@@ -94,7 +94,7 @@ def test_a_host_that_cannot_serve_says_what_is_missing(tmp_path):
     (tmp_path / "transformers.py").write_text("raise ImportError('no transformers here')")
     found = subprocess.run(
         [sys.executable, "-m", "nbdist", "worker", "--connect", "-", "--serve"],
-        env={"PYTHONPATH": ":".join([str(tmp_path), *sys.path])},
+        env={"PYTHONPATH": ":".join(filter(None, [str(tmp_path), *sys.path]))},
         input="",
         capture_output=True,
         text=True,

@@ -82,7 +82,7 @@ class Executed:
 class Notebook:
     """A kernel and the front end's side of it."""
 
-    def __init__(self, *, load=True, env=None, watched=True, cwd=None):
+    def __init__(self, *, load=True, env=None, watched=True, cwd=None, folders=()):
         self.watched = watched
         environment = {
             **os.environ,
@@ -90,7 +90,7 @@ class Notebook:
             "IPYTHONDIR": os.environ["NBDIST_RUNTIME_DIR"] + "/ipython",
         }
         environment.pop("PYTEST_CURRENT_TEST", None)  # by which kernels see that they are tested, and behave otherwise
-        environment |= python_path(BLIND, os.environ.get("NBDIST_TEST_KERNEL_PATH", ""))
+        environment |= python_path(*folders, BLIND, os.environ.get("NBDIST_TEST_KERNEL_PATH", ""))
         self._start({**environment, **(env or {})}, cwd)
         self.cells = {}
         self.comms = []
