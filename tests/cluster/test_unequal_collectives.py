@@ -150,6 +150,10 @@ def test_what_a_broken_group_refuses_is_not_told(notebook):
         cell = notebook.run("%%remote\nif rank == 0:\n    dist.all_reduce(torch.ones(1))", check=False)
         assert cell.error["ename"] == "GroupError"
         assert "all_reduce #1" not in cell.stderr
+    said = "worker0-2: an interrupt has broken off a process group: `%dist_restart -p` forms all anew"
+    assert said in notebook.run("%dist_status").result
+    notebook.run("%dist_restart -p")
+    assert "broken" not in notebook.run("%dist_status").result
 
 
 def test_who_is_not_in_a_group_is_told_at_the_users_line(notebook):

@@ -41,6 +41,8 @@ class StatusReport(NamedTuple):
     """CPU time that the worker's process has used, in seconds; None if it is not known."""
     in_collective: bool = False
     """True if the worker is in a collective: see `Position.in_collective`."""
+    has_broken_group: bool = False
+    """True if an interrupt has broken off a process group, on this worker or on another one."""
 
 
 def make_report() -> StatusReport:
@@ -57,6 +59,7 @@ def make_report() -> StatusReport:
         gpu_memory=gpu_memory(),
         gpu_busy=gpu_busy(),
         in_collective=bool(progress()[1]),
+        has_broken_group=bool(getattr(agent.named.find("collectives"), "is_broken", False)),
     )
 
 

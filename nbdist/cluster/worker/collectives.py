@@ -239,6 +239,11 @@ class Collectives:
             for rank in list(self._lost):  # members that died while the group formed
                 self._leave_groups_of(rank)
 
+    @property
+    def is_broken(self) -> bool:
+        """True if an interrupt has broken off a present group, here or on another worker."""
+        return bool(self._broken or self._broken_elsewhere)
+
     def backend(self) -> str:
         """Return the backend of this worker's process group, as torch writes it."""
         return self._backend

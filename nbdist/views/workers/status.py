@@ -7,6 +7,7 @@ from html import escape
 
 from nbdist.amounts import size
 from nbdist.cluster.inspection.status import WorkerStatus
+from nbdist.cluster.output.arranger import say_names
 from nbdist.cluster.partings import Parting
 from nbdist.views import tables
 from nbdist.views.drawing.pictures import themed
@@ -20,6 +21,9 @@ class StatusTable:
     def __init__(self, rows: Sequence[WorkerStatus], partings: Sequence[Parting] = ()) -> None:
         self.rows = rows
         self._remarks = [parting.text for parting in partings]
+        if broken := [row.name for row in rows if row.report.has_broken_group]:
+            said = "an interrupt has broken off a process group: `%dist_restart -p` forms all anew"
+            self._remarks.append(f"{say_names(broken)}: {said}")
 
     def _table(self) -> tuple[tuple[str, ...], list[list[str]]]:
         """Return the head and the rows; the last column, the line of code, only if it is known of some worker."""
