@@ -175,7 +175,8 @@ def _without_chance(text: str):
 
 def without_worker(said):
     """With frames named as the local kernel names them, and without the line that tells how to debug the worker."""
-    text = json.dumps(said).replace("] on worker0", "]")
+    text = re.sub(r"In\[\d+\](?=:\d+: \w*Warning)", "/tmp/….py", json.dumps(said, ensure_ascii=False))
+    text = text.replace("] on worker0", "]")
     return json.loads(text.replace(f", {json.dumps(HOW_TO_DEBUG)}", ""))
 
 

@@ -25,6 +25,7 @@ from helpers.hosts.other_hosts import can_make_hosts, hosts
 from helpers.waiting import wait_until
 
 from nbdist import rpc
+from nbdist.channel import framing
 from nbdist.channel.secret import Secret
 from nbdist.rpc.world.shared_store import ENTRANCE
 from nbdist.wire import codec
@@ -90,8 +91,7 @@ def exploit(record) -> bytes:
     payload, frames, *_ = codec.encode(("os:mkdir", (MARK,), {}))
     envelope = Envelope(1, record.incarnation, 1, 1, 0, [], Call(1, 0, "mkdir", payload))
     frames = [encode_envelope(envelope), *(bytes(frame) for frame in frames)]
-    head = len(frames).to_bytes(4, "little") + b"".join(len(frame).to_bytes(8, "little") for frame in frames)
-    return head + b"".join(frames)
+    return framing.head([*map(len, frames)]) + b"".join(frames)
 
 
 def record(door: str, secret: Secret, message: bytes) -> bytes:

@@ -122,7 +122,11 @@ def test_one_line_says_where_each_worker_waits(notebook):
     cell = notebook.send("%%remote --progress-after 3\nif rank:\n    dist.recv(torch.ones(1), src=0)")
     notebook.until(lambda: cell.line)
     place = rf"dist\.recv\(src=0\), {re.escape(cell.name)}:3"
-    told = rf"worker1,2 wait in {place}, \d+ s; worker0 is through with this cell"
+    missing = "; ".join(
+        rf"worker0 has not come to send #1 to {who} \(recv at {re.escape(cell.name)}:3\), float32\[1\], default group"
+        for who in ("worker1", "worker2")
+    )
+    told = rf"{missing}: worker1,2 wait in {place}, \d+ s; worker0 is through with this cell"
     notebook.until(lambda: re.fullmatch(told, cell.line))
     first = cell.line
     notebook.until(lambda: cell.line != first)  # in its place: `Cell.line` sees to that

@@ -21,7 +21,7 @@ from nbdist.compat import gathering
 from nbdist.rpc.core.watching import ALL_WATCH_ALL, EACH_SIDE, watched_by
 from nbdist.rpc.start import start_agent
 from nbdist.testing import Faults, ManualClock, World
-from nbdist.wire.messages import GiveBack, Ping, Record, Refused, decode
+from nbdist.wire.messages import GiveBack, Ping, Record, Refused, decode_envelope
 from nbdist.wire.peer import Lost, Peer, PeerLimits, Standing, Suspect, Transmit
 
 MANY = ALL_WATCH_ALL + 4
@@ -162,7 +162,7 @@ class Cuts:
         self.names = {agent.me.incarnation: agent.me.name for agent in self.world}
 
     def _match(self, kind, frames):
-        envelope = decode(frames[0])
+        envelope = decode_envelope(frames[0])
         self.sent[envelope.sender, kind] += 1
         if kind == "ping":
             self.asked.add((envelope.sender, envelope.receiver))

@@ -15,7 +15,8 @@ from __future__ import annotations
 import contextlib
 import inspect
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -174,30 +175,28 @@ def remote_model(
     model.nbdist = passage
     _probe(passage)
     # Last: `_probe` calls a model whose configuration may ask for such values.
-    model.base_model.register_forward_pre_hook(_output_check(passage, model.base_model), with_kwargs=True)
+    names = list(inspect.signature(model.base_model.forward).parameters)
+    model.base_model.register_forward_pre_hook(partial(_refuse_inner_values, passage, names), with_kwargs=True)
     return model
 
 
-def _output_check(passage: Passage, model: Any) -> Any:
-    """Make a hook that raises UsageError if a call asks for values from inside the layers: they stay on the workers."""
-    names = list(inspect.signature(model.forward).parameters)
-
-    def check(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if passage.notes.only:
-            return  # the caller does not use the model's result
-        given = {**dict(zip(names, args, strict=False)), **kwargs}
-        # transformers would return an empty tuple, or wrong values, since it looks for them in the stand-ins.
-        for name, instead in _NOT_RETURNED.items():
-            if (value := given.get(name)) is None:
-                value = getattr(model.config, name, None)
-            if value:
-                raise UsageError(
-                    f"{name}={value!r} is not possible: the layers of this model run on workers, which return only the "
-                    "output of their last layer. Leave it out, and set it to False in the model's config and "
-                    f"generation_config if it is True there. {instead}"
-                )
-
-    return check
+def _refuse_inner_values(
+    passage: Passage, names: Sequence[str], model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    """Raise UsageError if a call of a model asks for values from inside the layers: they stay on the workers."""
+    if passage.notes.only:
+        return  # the caller does not use the model's result
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    # transformers would return an empty tuple, or wrong values, since it looks for them in the stand-ins.
+    for name, instead in _NOT_RETURNED.items():
+        if (value := given.get(name)) is None:
+            value = getattr(model.config, name, None)
+        if value:
+            raise UsageError(
+                f"{name}={value!r} is not possible: the layers of this model run on workers, which return only the "
+                "output of their last layer. Leave it out, and set it to False in the model's config and "
+                f"generation_config if it is True there. {instead}"
+            )
 
 
 def _probe(passage: Passage) -> None:
