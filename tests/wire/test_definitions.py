@@ -1,5 +1,6 @@
 """Functions and classes of __main__: by name where the other side has the same, else by value."""
 
+import gc
 import os
 import subprocess
 import sys
@@ -506,7 +507,8 @@ def test_other_large_globals_warn_too(value):
 
 
 MADE = """
-import functools, torch
+import functools
+import gc, torch
 def make(weights):
     small = 1
     def closure(): return weights, small
@@ -541,6 +543,20 @@ def test_other_large_values_of_a_function_warn_with_their_names(made, told):
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             codec.encode(sender.made, by_value=True)
+
+
+def test_a_value_with_the_id_of_one_that_is_gone_warns_too():
+    seen = set()
+    while len(seen) < 20:  # soon, Python uses a place again
+        sender = Main(f"{MADE}\nmade = functools.partial(plain, torch.zeros(1 << 19))")
+        with sender.active(), pytest.warns(UserWarning, match="uses the argument 'weights' of"):
+            codec.encode(sender.made, by_value=True)
+        if id(sender.made.args[0]) in seen:
+            return
+        seen.add(id(sender.made.args[0]))
+        del sender
+        gc.collect()
+    raise AssertionError("Python has used no place again")
 
 
 @pytest.mark.parametrize("made", ["make(torch.zeros(9))", "functools.partial(plain, torch.zeros(9), x=[1])"])

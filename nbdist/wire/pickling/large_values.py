@@ -8,7 +8,8 @@ import inspect
 import sys
 import types
 import warnings
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import cloudpickle.cloudpickle as cloudpickle
@@ -21,15 +22,20 @@ from nbdist.wire.pickling import names
 
 _LARGE_BYTES = 1 << 20  # the size in bytes above which a value counts as large
 
-_warned: set[tuple[str, int]] = set()  # the name and id of each value that this module has warned about
+# The name and id of each value that this module has warned about, and what tells whether it lives: its id may become
+# that of another value. Of lists and the like, which have no weak references, that is not known.
+_warned: dict[tuple[str, int], Callable[[], Any]] = {}
 
 
 def warn_of_large_values(function: types.FunctionType | functools.partial[Any]) -> None:
     """Warn once about each value of more than 1 MB that travels with ``function``, in every call."""
     for what, name, value in _carried(function):
         nbytes = _size(value)
-        if nbytes > _LARGE_BYTES and (name, id(value)) not in _warned:
-            _warned.add((name, id(value)))
+        if nbytes > _LARGE_BYTES and _warned.get((name, id(value)), lambda: None)() is None:
+            try:
+                _warned[name, id(value)] = weakref.ref(value)
+            except TypeError:
+                _warned[name, id(value)] = lambda: True
             frames = enumerate(outwards(sys._getframe()), 1)
             warnings.warn(
                 f"{names.display_name(function)} uses the {what} {name!r} of {size(nbytes)}, which is sent "
