@@ -541,7 +541,7 @@ class Collectives:
     def note_broken(self, generation: int, group: str | None) -> None:
         """Note that another member has left a group, or all with None: the next cell here finds it broken off, too."""
         with self._breaking:
-            if generation == self.generation:
+            if generation == self.generation and (group is None or group in process_groups()):
                 self._broken_elsewhere.append(group)
 
     def leave_broken(self) -> None:
