@@ -81,6 +81,7 @@ class Stops:
         """Begin, in the main thread. `close` ends it."""
         self._agent, self._thread = agent, thread
         self._stops: dict[_Key, StoppedThread] = {}  # in the order in which they have stopped
+        self._left: set[_Key] = set()  # stops that are over: a question of one may come after the news of its end
         self._lock = threading.RLock()  # a handler may interrupt the main thread's own use
         self._turn: _Key = "", 0  # the stop that is asked about
         self._stood, self._stood_since = 0.0, 0.0  # seconds with a stop, until the present ones; and since when these
@@ -128,7 +129,7 @@ class Stops:
         answer: Future[str | None] = Future()
         with self._lock:
             # Nobody looks at a page whose cell has ended: a stop there would hold the workers unnoticed.
-            if not self._interactive or not self._running:
+            if not self._interactive or not self._running or (worker, number) in self._left:
                 answer.set_result(None)
                 return answer
             stop = self.hold(worker, place, number)
@@ -146,6 +147,8 @@ class Stops:
     def left(self, worker: str, number: int = 0) -> None:
         """Forget a stop: its thread runs on."""
         with self._lock:
+            if number:
+                self._left.add((worker, number))
             stop = self._stops.pop((worker, number), None)
             if stop is not None and not self._stops:
                 self._stood += time.monotonic() - self._stood_since
@@ -160,6 +163,7 @@ class Stops:
         for worker, number in list(self._stops):
             if worker == record.name:
                 self.left(worker, number)
+        self._left = {each for each in self._left if each[0] != record.name}  # a worker of this name begins anew
 
     # -- looking --------------------------------------------------------------------------------
 

@@ -167,6 +167,12 @@ def test_a_stop_in_the_background_with_nobody_waiting_prints_and_goes_on(noteboo
     assert f"did not stop at {cell.name}:4" in cell.stdout
 
 
+def test_a_question_that_comes_after_the_end_of_its_stop_is_not_put(notebook):
+    code = "cluster.stops.left('worker1', 10**9)\nasked = cluster.stops.ask('worker1', 10**9, 'In[1]:1', '(pdb) ')"
+    notebook.run(code)
+    assert notebook.run("asked.done(), cluster.stops.place('worker1')").result == "(True, '')"
+
+
 def test_a_question_waits_while_the_notebook_computes(notebook):
     prompts = answer(notebook, "p 'x is', x", "c")
     code = (
