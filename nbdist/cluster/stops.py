@@ -160,10 +160,11 @@ class Stops:
         return linecache.getlines(file) if is_of_cell(file) else []
 
     def _on_lost(self, record: Record, _: str) -> None:
-        for worker, number in list(self._stops):
-            if worker == record.name:
-                self.left(worker, number)
-        self._left = {each for each in self._left if each[0] != record.name}  # a worker of this name begins anew
+        with self._lock:
+            for worker, number in list(self._stops):
+                if worker == record.name:
+                    self.left(worker, number)
+            self._left = {each for each in self._left if each[0] != record.name}  # a worker of this name begins anew
 
     # -- looking --------------------------------------------------------------------------------
 

@@ -120,6 +120,8 @@ class Promise(Generic[T]):
             return error
         copied.__traceback__, copied.__cause__, copied.__context__ = self._origin, error.__cause__, error.__context__
         copied.__suppress_context__ = error.__suppress_context__
+        if hasattr(error, "__notes__"):  # who adds a note to the copy means the copy
+            copied.__notes__ = list(error.__notes__)
         return copied
 
     def _result(self) -> T:

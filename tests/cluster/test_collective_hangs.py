@@ -191,6 +191,12 @@ early = dist.irecv(torch.ones(3), (rank - 1) % 3)
 dist.all_reduce(torch.ones(3))
 dist.isend(torch.ones(3), (rank + 1) % 3).wait()
 early.wait()
+group = dist.group.WORLD  # its methods, by position and by name, and one that refuses
+if rank == 0: group.send([torch.ones(2)], 1, 7).wait(); group.send(tensors=[torch.ones(2)], dstRank=1, tag=8).wait()
+if rank == 1: group.recv([torch.ones(2)], 0, tag=7).wait(); group.recv(tensors=[torch.ones(2)], srcRank=0, tag=8).wait()
+try: dist.isend(torch.ones(4, 4)[:, 0], (rank + 1) % 3)
+except RuntimeError: pass
+else: raise AssertionError('gloo sends tensors with gaps')
 dist.send_object_list(['x'], 2) if rank == 0 else dist.recv_object_list([None], 0) if rank == 2 else None
 """
 

@@ -1,7 +1,6 @@
 """A cell that ends although the workers have not called the same collectives says so; others say nothing."""
 
 import re
-import time
 
 import pytest
 from helpers.notebook.frontend import Notebook
@@ -142,8 +141,8 @@ def test_cells_for_some_workers_are_not_compared_with_what_others_have_not_run(n
 
 
 def test_what_a_broken_group_refuses_is_not_told(notebook):
-    waiting = notebook.send("%%remote 0\ndist.all_reduce(torch.ones(1))")
-    time.sleep(2)
+    waiting = notebook.send("%%remote 0 --progress-after 1\ndist.all_reduce(torch.ones(1))")
+    notebook.until(lambda: waiting.line)
     notebook.interrupt()
     notebook.finish(waiting)
     for _ in range(2):

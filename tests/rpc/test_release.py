@@ -132,6 +132,8 @@ def test_the_error_of_an_own_value_is_raised_again_and_again(world, kind):
         with pytest.raises(kind, match=r"no value|1 and 2") as raised:
             rref.to_here()
         assert sum(entry.name == "local_value" for entry in raised.traceback) == 1
+        assert getattr(raised.value, "__notes__", []).count("mine") == 0 or kind is Unmakeable
+        raised.value.add_note("mine")
 
 
 def test_the_error_of_an_own_value_does_not_keep_what_its_frames_refer_to(world):

@@ -25,10 +25,14 @@ from nbdist.errors import GroupError, NbdistError, WorkerLost
 
 def raise_translated(collectives: Collectives, error: RuntimeError | ValueError) -> None:
     """Raise the error that says why a collective failed, if nbdist knows; else return."""
-    gpu.explain(error)
-    wrapped_models.explain(error)
+    _explain(error)
     if (said := collectives.translate(error)) is not None:
         raise said from (None if isinstance(said, GroupError) else error)
+
+
+def _explain(error: BaseException | None) -> None:
+    gpu.explain(error)
+    wrapped_models.explain(error)
 
 
 def install(shell: Any, collectives: Collectives) -> None:
@@ -64,8 +68,7 @@ def install(shell: Any, collectives: Collectives) -> None:
         nonlocal translated
         if options.get("running_compiled_code"):
             error = exc_tuple[1] if exc_tuple is not None else sys.exception()
-            gpu.explain(error)
-            wrapped_models.explain(error)
+            _explain(error)
             said = collectives.translate(error)  # first: it waits until this process knows what has ended them
             if error is not None and (nccl.is_interrupt(error) or has_lost_interrupt(error, said)):
                 translated = error, KeyboardInterrupt()

@@ -552,7 +552,7 @@ class Collectives:
         with self._breaking:
             noted, self._broken_elsewhere = self._broken_elsewhere, []
             _shut([loop for loop, name in self._named_loops() if name in noted or None in noted])
-            self._broken[0] = time.monotonic()
+            self._broken[0] = time.monotonic()  # of no thread here
 
     def was_broken_off(self, since: float) -> bool:
         """Return whether a collective of the main thread was broken off since a moment, by `time.monotonic`."""

@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from enum import IntEnum
-from functools import cache, partial
+from functools import cache, partial, wraps
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
@@ -39,6 +39,7 @@ _TEXTS = 1000  # kinds of operations whose texts are kept
 # torch's names of the hooks, where they are not those of ``torch.distributed``.
 _NAMES = {"allreduce": "all_reduce", "allgather": "all_gather", "alltoall": "all_to_all"}
 _TRANSFERS = ("send", "recv")
+_NAMES_OF_TRANSFERS = ("tensors", "dstRank", "srcRank", "tag")  # of the arguments of torch's methods
 _TITLES = {"default_pg": "default group", "undefined": ""}
 _MESH = "mesh_"  # begins the description of a group that is a dimension of a DeviceMesh
 _is_users = cache(is_users)
@@ -88,10 +89,12 @@ class GroupHooks:
     def _counted(self, kind: str, issue: Callable[..., Any]) -> Callable[..., Any]:
         """Return a method of torch's groups that issues a send or receive by ``issue``, and counts it."""
 
-        def issue_counted(group: Any, tensors: Any, *arguments: Any) -> Any:
-            work = issue(group, tensors, *arguments)  # an error of torch's: it has issued nothing
+        @wraps(issue)
+        def issue_counted(group: Any, *arguments: Any, **named: Any) -> Any:
+            work = issue(group, *arguments, **named)  # an error of torch's: it has issued nothing
             with contextlib.suppress(Exception):  # never the user's
-                *peer, tag = arguments  # there is none in `recv_anysource`
+                # In torch's order, which torch also takes by name; there is no peer in `recv_anysource`.
+                tensors, *peer, tag = (*arguments, *(named[each] for each in _NAMES_OF_TRANSFERS if each in named))
                 operation = _Transfer(_Kind[kind], *peer)
                 known, rank, *_ = self._known(group.group_name, operation, tensors, sys._getframe(1))
                 self._count(group.group_name, (kind == "send", rank, tag), known)

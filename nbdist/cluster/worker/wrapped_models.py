@@ -38,11 +38,12 @@ def explain(error: BaseException | None) -> None:
     if not (isinstance(error, RuntimeError) and (found := _WITHOUT_GRADIENT.search(str(error)))):
         return
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    if (model := next(_models(reversed(frames)), None)) is not None and not hasattr(error, "__notes__"):
+    if (model := next(_models(reversed(frames)), None)) is not None:
         names = [name for name, each in model.module.named_parameters() if each.requires_grad]
         names = [name for name in names if name not in model.parameters_to_ignore]
         given = [names[int(number)] for number in found[1].split() if int(number) < len(names)]
-        error.add_note(f"these parameters got no gradient: {', '.join(given)}")
+        if (note := f"these parameters got no gradient: {', '.join(given)}") not in getattr(error, "__notes__", ()):
+            error.add_note(note)
 
 
 def _models(frames: Iterable[FrameType]) -> Iterator[Any]:
