@@ -101,7 +101,8 @@ class WorkerChanges:
                     self._tell(self._lifecycle.launcher.advice())  # a worker whose host is lost needs a person
                     self._lifecycle.bring_up(chosen, deadline)
         if process_group and len(chosen) < len(workers):
-            if busy := [f"{each.name} runs In[{cell.number}]" for each in workers if (cell := each.present_cell)]:
+            busy = [f"{each.name} runs In[{cell.number}]" for each in workers if (cell := each.present_cell)]
+            if busy and self._lifecycle.has_group:
                 self._tell(f"The process group forms once all workers are idle: {', '.join(busy)}")
             self._lifecycle.form_group(deadline)
         elif chosen and len(chosen) < len(workers):

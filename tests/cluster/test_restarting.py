@@ -132,7 +132,8 @@ def test_inside_of_a_call_too(three):
 
 def test_after_a_stop_on_one_worker_no_other_waits_in_the_group(three):
     cell = three.execute("dist.all_reduce(torch.ones(1))", 1, block=False)
-    wait_until(lambda: three.agent.at("worker1", "collectives").ask("place").in_collective)
+    place = three.agent.at("worker1", "collectives")
+    wait_until(lambda: (found := place.ask("place")) is not None and found.in_collective)
     cell.cancel()
     # Between worker0 and worker2 all connections are whole.
     code = "dist.send(torch.ones(1), 2) if dist.get_rank() == 0 else dist.recv(torch.ones(1), 0)"

@@ -283,6 +283,7 @@ def test_a_cell_that_is_run_again_while_its_old_run_goes_on(notebook, tmp_path):
 
 
 def test_no_process_group_is_said_to_form_where_there_is_none(notebook):
+    notebook.run("%%remote 1 -a\nimport time; time.sleep(600)")  # no group waits for it
     said = notebook.run("%dist_restart -p").stdout
     assert said == "The cluster has no process group: it was started with --backend none.\n"
     assert notebook.run("%dist_restart all").stdout == "Restarted worker0, worker1.\n"
