@@ -101,7 +101,16 @@ class _Post:
             except Exception as error:  # whatever a stranger's bytes cause, even MemoryError: others still want answers
                 self.refused += 1
                 _log.debug("%s drops a message: %s", self.name, error)
+        self._drain()
         self._free()
+
+    def _drain(self) -> None:
+        """Drop what still comes: a connection that ends with unread bytes may lose what was sent last."""
+        end = time.monotonic() + _LINGER_MS / 1000
+        while (left := end - time.monotonic()) > 0:
+            with contextlib.suppress(Exception):  # whatever a stranger's bytes cause
+                if self.socket.poll(int(left * 1000) + 1):
+                    self._receive()
 
     def _pass_on(self) -> bool:
         """Send all messages that wait to the other end; return False after `close`."""

@@ -55,6 +55,29 @@ def test_both_ends_send(door):
         assert ones.get(timeout=10) == twos.get(timeout=10) == b"news"
 
 
+def test_what_is_sent_before_the_end_arrives_although_the_other_end_sends_on():
+    for _ in range(5):
+        asked, heard = threading.Event(), threading.Event()
+
+        def take(who, data, asked=asked, heard=heard):
+            if data == b"first":
+                asked.who = who
+                asked.set()
+                heard.wait(10)
+
+        door = Door("127.0.0.1", None, take)
+        with linked(door) as (link, answers):
+            link.send(b"first")
+            assert asked.wait(10)
+            for _ in range(1000):  # more than the door reads ahead
+                link.send(bytes(1000))
+            time.sleep(0.05)  # they are on their way
+            door.send(asked.who, b"the last")
+            door.close()
+            heard.set()
+            assert answers.get(timeout=5) == b"the last"
+
+
 def test_who_does_not_know_the_key_is_not_heard(door):
     wrong = CurveKeys(*zmq.curve_keypair()).public.decode()
     with linked(door, wrong) as (stranger, _), linked(door) as (link, answers):
