@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import os
 import signal
 import sys
 from collections.abc import Sequence
 
 from nbdist import __version__
+from nbdist.durations import LONGEST
 from nbdist.errors import NbdistError, UsageError
 
 
@@ -65,6 +67,12 @@ def _parser() -> argparse.ArgumentParser:
     serve.add_argument("-n", "--workers", type=int, default=2, metavar="N", help="how many workers to start (2)")
     serve.add_argument("--http", type=int, default=0, metavar="PORT", help="the port (a free one)")
     serve.add_argument("--host", default="127.0.0.1", metavar="ADDRESS", help="the address to listen at (127.0.0.1)")
+    serve.add_argument(
+        "--invite",
+        metavar="FILE",
+        help="write an invitation, valid as long as this runs, with which workers of this host and of others that "
+        "reach the address of --host join: `python -m nbdist worker --connect FILE --serve`",
+    )
     serve.add_argument("--no-key", action="store_true", help="ask for no key: any user of this host may use the model")
     return parser
 
@@ -79,7 +87,11 @@ def _serve(given: argparse.Namespace) -> int:
     except (ImportError, OSError) as error:
         print(f"nbdist: {error}", file=sys.stderr)
         return 2
-    with nbdist.Cluster(given.workers, backend="none", preload=["nbdist.swarm"]):
+    host = given.host if given.invite else None
+    with nbdist.Cluster(given.workers, backend="none", preload=["nbdist.swarm"], host=host) as cluster:
+        if given.invite:
+            cluster.on_joined = functools.partial(print, flush=True)
+            cluster.invite(given.invite, uses=1000, expires=LONGEST)
         swarm = nbdist.swarm.serve(given.model, workers=range(given.workers))
         endpoint = swarm.http(given.http, given.host, key=not given.no_key)
         # A script that starts this with `&` has SIGINT ignored, and systemd and Docker send SIGTERM.

@@ -279,9 +279,9 @@ class Swarm:
     def invite(self, file: str | Path, host: str = "127.0.0.1", port: int = 0) -> Path:
         """Open a door for clients on other hosts, and write the invitation with which they `connect`; return its path.
 
-        Each client that has the file can write texts, until this process closes the swarm. It is no member: it runs no
-        code here, does not change which workers serve, and does not see the sessions of others. SECURITY.md says what
-        clients can do. A second call opens another door, with a secret of its own.
+        Each client that has the file can write texts, until this process closes the swarm or revokes the invitation.
+        It is no member: it runs no code here, does not change which workers serve, and does not see the sessions of
+        others. SECURITY.md says what clients can do. A second call opens another door, with a secret of its own.
 
         Args:
             file: a file that only this user may read is made there, or replaced. Bring it to the other host by a way
@@ -303,6 +303,16 @@ class Swarm:
         self._doors.append(door)
         door.invitation.write(Path(file))
         return Path(file)
+
+    def revoke_invitations(self) -> int:
+        """Make all invitations of `invite` invalid, and end their clients' texts; return how many were valid.
+
+        Clients get a WorkerLost that says so. Invitations that another process has made stay valid.
+        """
+        doors, self._doors = self._doors, []
+        for door in doors:
+            door.close("the invitation was revoked")
+        return len(doors)
 
     def address(self) -> str:
         """Return the address with which other processes of this host use the swarm, too: see `connect`.

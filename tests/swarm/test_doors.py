@@ -222,6 +222,7 @@ def test_the_end_of_the_swarm_reaches_clients(served):
     own = connect(file)
     remote = own.causal_lm()
     swarm.close()
+    # At once, also while the client sends: without a wait, the system may drop the news with the connection.
     wait_until(lambda: own.crew.ended)
     with pytest.raises(WorkerLost, match="the swarm was closed"):
         swarm_models.generate(remote, "one")
@@ -262,6 +263,21 @@ def test_two_calls_of_one_number_end_the_link(served):
 
 
 # -- invitations ----------------------------------------------------------------------------------
+
+
+def test_a_revoked_invitation(served, tmp_path):
+    swarm, _, file = served
+    later = swarm.invite(tmp_path / "second")
+    remote = connect(file).causal_lm()
+    swarm_models.generate(remote, "greedy", 2)
+    assert swarm.revoke_invitations() == 2
+    with pytest.raises(WorkerLost, match="the invitation was revoked"):
+        swarm_models.generate(remote, "greedy", 2)
+    for each in (file, later):
+        with pytest.raises(WorkerLost, match=r"has not answered|has ended"):
+            connect(each)
+    assert swarm.revoke_invitations() == 0
+    connect(swarm.invite(tmp_path / "third")).close()
 
 
 def test_invitations_that_are_none(served, tmp_path, monkeypatch):

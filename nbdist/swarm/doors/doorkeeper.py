@@ -96,11 +96,11 @@ class Doorkeeper:
         self.invitation = ClientInvitation(self._door.address, self._door.key, secrets.token_urlsafe(32))
         self._forget = journal.listen(self._tell)
 
-    def close(self) -> None:
-        """End all links, and listen no more."""
+    def close(self, why: str = "the swarm was closed") -> None:
+        """End all links, whose clients are told ``why``, and listen no more."""
         self._forget()
         for who in list(self._links):
-            self._end(who, "the swarm was closed")
+            self._end(who, why)
         self._door.close()
 
     # -- what clients send --------------------------------------------------------------------

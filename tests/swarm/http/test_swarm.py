@@ -13,6 +13,7 @@ import urllib.request
 import openai
 import pytest
 import torch
+from helpers.hosts.keepers import Keepers
 from helpers.models import tiny_tokenizer
 from helpers.suite.python_path import python_path
 from helpers.waiting import wait_until
@@ -157,6 +158,23 @@ def test_the_command_serves_until_ctrl_c(tmp_path, ending):
         assert process.wait(60) == 0
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.1", int(url.split(":")[2].removesuffix("/v1"))))
+
+
+def test_a_worker_joins_the_command_and_serves(tmp_path):
+    tiny_tokenizer.model().save_pretrained(tmp_path / "tiny")
+    tiny_tokenizer.make().save_pretrained(tmp_path / "tiny")
+    command = [sys.executable, "-m", "nbdist", "swarm", "serve", str(tmp_path / "tiny"), "-n", "1"]
+    keepers = Keepers(tmp_path)
+    with subprocess.Popen([*command, "--invite", str(keepers.file)], stdout=subprocess.PIPE, text=True) as process:
+        lines = list(iter(process.stdout.readline, "Ctrl-C ends it.\n"))
+        url, key = lines[2].split()[-1].rstrip(">"), lines[3].split()[-1]
+        keeper = keepers.start("--serve")
+        assert "worker1" in process.stdout.readline()
+        metrics = urllib.request.Request(url.replace("/v1", "/metrics"), headers={"Authorization": f"Bearer {key}"})
+        wait_until(lambda: b'nbdist_servers{state="online"} 2' in urllib.request.urlopen(metrics).read())
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == 0
+    assert keeper.wait(60) == 0
 
 
 @pytest.mark.parametrize(
