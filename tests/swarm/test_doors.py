@@ -127,6 +127,25 @@ def test_texts_are_equal_in_all_ways_of_writing(three, tmp_path, family):
     swarm.close()
 
 
+def test_maps_show_what_clients_have_and_not_their_names(served):
+    swarm, model, file = served
+    own = connect(file)
+    cache = swarm_models.model_cache.new_cache(model.config)
+    swarm_models.generate(own.causal_lm(), "one", past_key_values=cache)
+    reserved = sum(info.cache for info in swarm.info().values())
+    wait_until(lambda: [each["cache"] for each in swarm.snapshot()["clients"]], equals=[reserved])
+    assert [(each["name"], each["sessions"]) for each in swarm.snapshot()["clients"]] == [("an invited client", 1)]
+    assert own.snapshot()["clients"][0]["cache"] == reserved
+    del cache
+    wait_until(lambda: not swarm.snapshot()["clients"])
+    kept = swarm_models.model_cache.new_cache(model.config)
+    swarm_models.generate(own.causal_lm(), "one", past_key_values=kept)
+    wait_until(lambda: swarm.snapshot()["clients"])
+    swarm.revoke_invitations()
+    wait_until(lambda: not swarm.snapshot()["clients"])
+    own.close()
+
+
 def test_a_session_moves_with_its_caches(served):
     swarm, model, file = served
     own = connect(file)
@@ -188,7 +207,7 @@ def test_a_client_cannot_change_who_serves_nor_train(served, monkeypatch):
 
 def test_what_clients_may_call_is_published_and_checked():
     assert set(FOR_CLIENTS) < set(CALLED)
-    assert set(FOR_CLIENTS) | {"news", "mend", "texts", "read"} == doorkeeper.ARGUMENTS.keys()
+    assert set(FOR_CLIENTS) | {"news", "mend", "texts", "read", "note_usage"} == doorkeeper.ARGUMENTS.keys()
 
 
 # -- the ends of clients and doors ----------------------------------------------------------------

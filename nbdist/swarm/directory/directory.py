@@ -13,7 +13,8 @@ from nbdist.swarm.server.neighbours import Address
 
 _log = logging.getLogger("nbdist.swarm")
 Usage = dict[str, Any]
-"""The sessions, caches and texts of one client, as `Sessions.usage` makes it: JSON for maps; {} for none."""
+"""A client's ``name`` and its `USAGE` of the swarm, as `Sessions.usage` makes it: JSON for maps; {} for none."""
+USAGE = ("sessions", "cache", "rate", "texts")
 
 
 class Term(NamedTuple):
@@ -132,7 +133,7 @@ class Directory:
         return not self._clients
 
     def note_usage(self, client: int, usage: Usage) -> None:
-        """Note what the client with this incarnation has now, in place of what it had."""
+        """Note what a client, known by its incarnation or by a negative number of its door, has now."""
         with self._changing():
             self._usage.pop(client, None)
             self._usage |= {client: usage} if usage else {}

@@ -11,7 +11,7 @@ from nbdist.errors import NbdistError, UsageError, WorkerLost
 from nbdist.rpc.api import current_agent
 from nbdist.rpc.futures import Future
 from nbdist.rpc.named import NotOffered
-from nbdist.swarm.directory.directory import SwarmNews, Usage
+from nbdist.swarm.directory.directory import USAGE, SwarmNews, Usage
 from nbdist.swarm.directory.entry import ServerEntry
 from nbdist.swarm.directory.succession import successors
 from nbdist.swarm.policy import Policy
@@ -134,8 +134,11 @@ class FarPlacer:
         """Do nothing: the placer's agent hears of deaths, too."""
 
     def note_usage(self, client: int, usage: Usage) -> None:
-        """Tell the placer what this process has. Its own agent hears of lost clients, as of lost servers."""
-        if self._outside is None and client == current_agent().me.incarnation:  # a door passes on no names of clients
+        """Tell the placer what this process has, or a client of its door: the placer's agent hears of all others."""
+        if self._outside is not None:
+            told = {"sessions": 0, "cache": 0, "rate": 0.0, "texts": (0, 0), **usage}
+            self._outside.at(*self.address).cast("note_usage", *(told[each] for each in USAGE))
+        elif client < 0 or client == current_agent().me.incarnation:
             current_agent().at(*self.address).cast("note_usage", client, usage)
 
     lacks, mend, join, kill = _asking("lacks"), _asking("mend"), _asking("join"), _asking("kill")

@@ -32,7 +32,7 @@ from nbdist.swarm import model_cache
 from nbdist.swarm.adapter import CACHE, LayerCall
 from nbdist.swarm.client.crew import Crew
 from nbdist.swarm.client.journal import Journal
-from nbdist.swarm.directory.directory import SwarmNews
+from nbdist.swarm.directory.directory import USAGE, SwarmNews
 from nbdist.swarm.directory.placing import PlacerReplaced
 from nbdist.swarm.doors.client_invitation import ClientInvitation
 from nbdist.swarm.history import Step
@@ -62,8 +62,12 @@ ARGUMENTS: dict[str, Any] = {
     "mend": tuple[_Block, _Block, tuple[str, ...]],
     "texts": tuple[()],
     "read": tuple[list[str]],
+    "note_usage": tuple[_Count, _Count, Annotated[float, Meta(ge=0, le=1e9)], tuple[_Count, _Count]],
 }
-"""The types of the arguments of all methods for clients: of servers, of the placer, and of the weights."""
+"""The types of the arguments of all methods for clients: of servers, of the placer, and of the weights.
+
+The door itself takes "note_usage": sessions, caches in bytes, tokens a second, and texts over HTTP as in `Usage`.
+"""
 _KEYWORDS = dict[Literal["pushed", "push", "behind", "patience"], bool | _Seconds]  # of "step"; clients spend no points
 _CALL = tuple[int, str, str, str, list[Any], dict[str, Any], float]
 
@@ -75,6 +79,7 @@ class _Link:
     who: bytes  # by which the door knows it; nobody else must learn it
     name: str  # in front of the names of its sessions
     heard: float
+    id: int = field(default_factory=lambda: -1 - secrets.randbits(62))  # among clients' incarnations, which are from 0
     pending: set[int] = field(default_factory=set)  # the numbers of calls without an answer
 
 
@@ -148,6 +153,10 @@ class Doorkeeper:
         if args and isinstance(args[0], str):
             args[0] = f"{link.name}/{args[0]}"
         match method:
+            case "note_usage":
+                usage = {"name": "an invited client", **dict(zip(USAGE, args, strict=True))}
+                crew.note_usage(link.id, usage if args[0] or any(args[3]) else {})
+                return self._send(link.who, number, None, None)
             case "open":
                 *counts, patience = args[5]
                 cache = model_cache.described(args[2], self._config)
@@ -210,6 +219,7 @@ class Doorkeeper:
         if (crew := self._crew()) is None:
             return  # its servers are gone
         with contextlib.suppress(NbdistError):  # RPC may have ended
+            crew.note_usage(link.id, {})
             for member in crew.there:
                 crew.send(member, "close", link.name)
 
