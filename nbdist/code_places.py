@@ -81,7 +81,7 @@ def is_of_cell(file: str) -> bool:
 def shown_name(file: str) -> str:
     """Return the name by which a reader knows a file: ``In[3]`` or ``cell`` for a cell, else without its folder."""
     number = CELLS.get(file)
-    return f"In[{number}]" if number else "cell" if is_of_cell(file) else os.path.basename(file)
+    return f"In[{number}]" if number else "cell" if is_of_cell(file) else file.rpartition("/")[2]
 
 
 def _is_in(folder: str, packages: tuple[str, ...], file: str) -> bool:

@@ -5,7 +5,14 @@ import math
 import pytest
 import torch
 
-from nbdist.autograd.graph.measuring import are_finite, is_finite, measure
+from nbdist.autograd.graph import measuring
+from nbdist.autograd.graph.measuring import Norms, are_finite, histograms, is_finite
+
+
+def measure(gradients, norms=None):
+    """The norm and the histogram."""
+    norm, sample = measuring.measure(gradients, norms)
+    return norm, histograms([sample])[0] if sample is not None else None
 
 
 def test_norm_of_all_and_distribution_of_the_finite_ones():
@@ -92,5 +99,28 @@ def test_what_torch_cannot_search_counts_as_finite():
 def test_of_many_values_a_sample():
     norm, found = measure([torch.arange(1_000_000.0)])
     assert norm == pytest.approx(float(torch.arange(1_000_000.0).norm()), rel=1e-3)
-    assert sum(found.counts) <= 5000
-    assert max(found.counts) < 1.2 * min(found.counts)  # spread over all of them
+    assert sum(found.counts) <= 300
+    assert max(found.counts) < 1.3 * min(found.counts)  # spread over all of them
+
+
+def test_many_histograms_at_once_are_those_of_each():
+    samples = [torch.randn(n) for n in (1, 3, 256)]
+    samples += [torch.tensor([math.nan, 1.0, 2.0]), torch.tensor([math.inf]), torch.full((5,), 2.0)]
+    samples.append(torch.tensor([1.7e308, -1.7e308], dtype=torch.float64))
+    found = histograms(samples)
+    assert found == [histograms([each])[0] for each in samples]
+    assert [each and sum(each.counts) for each in found] == [1, 3, 256, 2, None, 5, 2]
+    expected = torch.histc(samples[2].double(), 24, *map(float, samples[2].aminmax())).tolist()
+    assert found[2].counts == expected
+
+
+@pytest.mark.parametrize("spoilt", [0.0, math.nan, math.inf, 3e38])
+def test_norms_that_are_noted_are_those_of_the_same_values(spoilt):
+    norms, made = Norms(), [torch.tensor([3.0, 4.0]), None, torch.ones(2, dtype=torch.float64), torch.full((2,), spoilt)]
+    assert norms.note(made) is are_finite(made)
+    assert measure([made[0]], norms) == measure([made[0]])
+    norms.note(made)
+    made[0].mul_(2)  # as the engine does, which adds gradients up in place
+    assert measure([made[0]], norms)[0] == 10.0
+    norms.note([torch.ones(5)])
+    assert measure([torch.zeros(5)], norms)[0] == 0.0  # in the same place

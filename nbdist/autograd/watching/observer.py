@@ -23,19 +23,23 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
 
+import msgspec
+import torch
+
 from nbdist.autograd.graph.edges import Node
 from nbdist.autograd.graph.inherited import Inherited
-from nbdist.autograd.graph.measuring import Gradients, are_finite, measure
+from nbdist.autograd.graph.measuring import Gradients, Norms, are_finite, histograms, measure
 from nbdist.autograd.graph.messages import Control, Happening, Watching
 from nbdist.autograd.graph.numbers import NodeNumbers
 from nbdist.autograd.graph.saved import Saved
 from nbdist.errors import NbdistError
 from nbdist.gpus import spans
 from nbdist.gpus.spans import GpuSpan
+from nbdist.rpc.references.peeking import Histogram
 from nbdist.rpc.waits import blocking_wait
 
 _CLOCK_OFFSET = time.time() - time.monotonic()  # makes the monotonic clock a time of day, which does not jump
@@ -47,6 +51,25 @@ Explain = Callable[[], Inherited | None]  # returns where a NaN or Inf comes fro
 
 class Stopped(NbdistError):
     """The pass was given up while it was halted."""
+
+
+class _Measured(msgspec.Struct):
+    """A happening at a node whose gradients were measured. The histogram is made when it is sent, of many at once."""
+
+    time: float
+    what: str
+    node: int | None
+    name: str
+    norm: float | None
+    sample: torch.Tensor | None
+    halt: int = -1
+    version: int = -1
+
+    def happening(self, histograms: Iterator[Histogram | None]) -> Happening:
+        """Return the happening; the histogram is the next one, if this has a sample."""
+        drawn = next(histograms, None) if self.sample is not None else None
+        known = self.time, self.what, self.node, self.name
+        return Happening(*known, norm=self.norm, histogram=drawn, halt=self.halt, version=self.version)
 
 
 class Observer:
@@ -80,6 +103,7 @@ class Observer:
         self._worker = worker
         self.numbers = numbers
         self._norms = watching.norms
+        self._known = Norms()
         self._control = watching.control
         self._send = send
         self.explain = explain
@@ -87,7 +111,7 @@ class Observer:
         self._looked = False
         self._found = False  # a NaN or Inf has been noted; a pass that does not halt for it notes the first one only
         # The happenings that are not sent yet. Any thread may append; `_sending` is held to take something out.
-        self._seen: deque[Happening] = deque()
+        self._seen: deque[Happening | _Measured] = deque()
         self._sent_at = _now()
         self._sending = threading.Lock()
         # The nodes that have run and whose time on the GPU is not known yet: when, number, name, and the span.
@@ -106,7 +130,7 @@ class Observer:
         """Note an event for the watcher: ``what`` is as in `Event.what`, ``known`` has more fields of a `Happening`."""
         self._add(Happening(_now(), what, **known))
 
-    def _add(self, happening: Happening) -> None:
+    def _add(self, happening: Happening | _Measured) -> None:
         # Without a lock, as this is called twice for each node of a pass.
         self._seen.append(happening)
         if len(self._seen) >= _BATCH_SIZE or happening.time - self._sent_at >= _BATCH_SECONDS:
@@ -152,7 +176,7 @@ class Observer:
     def _take_batch(self) -> tuple[int, list[Happening]]:
         self.sent += 1
         self._sent_at = _now()
-        return self.sent, [self._seen.popleft() for _ in range(len(self._seen))]
+        return self.sent, _complete([self._seen.popleft() for _ in range(len(self._seen))])
 
     def _note_gpu_times(self) -> None:
         """Note the times of the nodes that the GPU has run, up to the first that it still runs; waits for nothing."""
@@ -197,15 +221,15 @@ class Observer:
         if not (self._norms or control.paused or control.until):
             self._add(Happening(_now(), "running", number, name))
             return
-        known: dict[str, Any] = {}
+        measured: tuple[float | None, torch.Tensor | None] = None, None
         if gradients and (self._norms or control.until == "nan"):
             with suppress(Exception):  # a kind of tensor that cannot be measured must not fail the pass
-                known["norm"], known["histogram"] = measure(gradients)
+                measured = measure(gradients, self._known)
         self._check(number, name, gradients)
         # `_check` may have found a NaN, so the control is read again.
         if self._halts_before(self._control, number, sends=sends):
-            self._halt(number, name, known, sends=sends)
-        self.note("running", node=number, name=name, **known)
+            self._halt(number, name, measured, sends=sends)
+        self._add(_Measured(_now(), "running", number, name, *measured))
 
     @property
     def is_paused(self) -> bool:
@@ -215,7 +239,7 @@ class Observer:
     def come_to_collective(self, name: str) -> None:
         """Halt before a collective, in words, if the pass halts before every node."""
         if self.is_paused:
-            self._halt(None, name, {}, sends=False)
+            self._halt(None, name, (None, None), sends=False)
             self.note("issued", name=name)
             self.flush()
 
@@ -245,7 +269,7 @@ class Observer:
         if span is not None:
             self._on_gpu.append((now, number, name, span))
         self._add(Happening(now, "done", number, name, seconds=seconds))
-        if self.looks:
+        if self.looks and not (self._norms and self._known.note(new)):
             self._check(number, name, new, given, explain)
         if self.is_paused:  # a user who steps waits for this
             self.flush()
@@ -294,7 +318,9 @@ class Observer:
         self._looked = control.paused and (self._looked or self._control.until == "nan")
         self._control = control
 
-    def _halt(self, number: int | None, name: str, known: dict[str, Any], *, sends: bool) -> None:
+    def _halt(
+        self, number: int | None, name: str, measured: tuple[float | None, torch.Tensor | None], *, sends: bool
+    ) -> None:
         """Wait before a node or collective until the watcher ends the halt, or a newer control does not halt here."""
         with self._halting:
             self._halts += 1
@@ -304,7 +330,8 @@ class Observer:
                 # announcement was on its way, it has ignored that one
                 # (test_it_is_told_again_where_letting_go_was_overtaken_by_halting).
                 if announced != control.version:
-                    self.note("halted", node=number, name=name, halt=self._halts, version=control.version, **known)
+                    halt = self._halts, control.version
+                    self._add(_Measured(_now(), "halted", number, name, *measured, *halt))
                     self.flush()
                     announced = control.version
                     self._pause(control)
@@ -313,6 +340,14 @@ class Observer:
                         self._changed.wait()
                 if self._stopped:
                     raise Stopped("the backward pass was given up while it was paused")
+
+
+def _complete(seen: Sequence[Happening | _Measured]) -> list[Happening]:
+    """Return the happenings, those with a sample with its histogram."""
+    drawn: Iterator[Histogram | None] = iter(())
+    with suppress(Exception):  # as for norms: it must not fail the pass
+        drawn = iter(histograms([each.sample for each in seen if type(each) is _Measured and each.sample is not None]))
+    return [each if type(each) is not _Measured else each.happening(drawn) for each in seen]
 
 
 def _now() -> float:
