@@ -116,7 +116,8 @@ def test_many_histograms_at_once_are_those_of_each():
 
 @pytest.mark.parametrize("spoilt", [0.0, math.nan, math.inf, 3e38])
 def test_norms_that_are_noted_are_those_of_the_same_values(spoilt):
-    norms, made = Norms(), [torch.tensor([3.0, 4.0]), None, torch.ones(2, dtype=torch.float64), torch.full((2,), spoilt)]
+    norms = Norms()
+    made = [torch.tensor([3.0, 4.0]), None, torch.ones(2, dtype=torch.float64), torch.full((2,), spoilt)]
     assert norms.note(made) is are_finite(made)
     assert measure([made[0]], norms) == measure([made[0]])
     norms.note(made)

@@ -11,6 +11,7 @@ import torch
 from helpers.waiting import wait_for_error, wait_until
 
 import nbdist
+from nbdist.autograd.graph import noting
 from nbdist.autograd.graph.noting import noted
 from nbdist.torch_private import torch_version
 from nbdist.views.passes import report
@@ -468,6 +469,19 @@ def test_noting_rests_and_wakes(cluster):
                 torch.set_default_device(None)
     lines = {node.name: node.line for node in watcher.backward.nodes.values()}
     assert lines["AddmmBackward0"].endswith("model(torch.ones(2, 3)).sum().backward()")
+
+
+def test_what_two_blocks_note_does_not_look_as_if_somebody_had_asked_for_nodes(cluster, monkeypatch):
+    monkeypatch.setattr(noting._process_hooks, "nodes_were_seen", False)
+    x = torch.ones(3, requires_grad=True)
+    with Watcher() as watcher:
+        with noted():
+            inner = x.exp()
+        inner.sin().sum().backward()
+        assert not noting._process_hooks.nodes_were_seen
+        assert all(node.line for node in watcher.backward.nodes.values() if node.kind == "operation")
+        assert inner.grad_fn is not None
+        assert noting._process_hooks.nodes_were_seen
 
 
 def notes(watcher):

@@ -59,7 +59,7 @@ def measure(gradients: Gradients, norms: Norms | None = None) -> tuple[float, to
         return math.hypot(*map(float, found[: len(values)])), torch.cat(samples) if samples else None
 
 
-def histograms(samples: Sequence[torch.Tensor]) -> list[Histogram | None]:
+def histograms(samples: list[torch.Tensor]) -> list[Histogram | None]:
     """Return the histogram of each sample's finite values, None without any. For many at once, each costs a tenth."""
     if not samples:
         return []

@@ -346,8 +346,9 @@ def _complete(seen: Sequence[Happening | _Measured]) -> list[Happening]:
     """Return the happenings, those with a sample with its histogram."""
     drawn: Iterator[Histogram | None] = iter(())
     with suppress(Exception):  # as for norms: it must not fail the pass
-        drawn = iter(histograms([each.sample for each in seen if type(each) is _Measured and each.sample is not None]))
-    return [each if type(each) is not _Measured else each.happening(drawn) for each in seen]
+        measured = [each.sample for each in seen if isinstance(each, _Measured)]
+        drawn = iter(histograms([sample for sample in measured if sample is not None]))
+    return [each if isinstance(each, Happening) else each.happening(drawn) for each in seen]
 
 
 def _now() -> float:
