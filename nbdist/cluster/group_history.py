@@ -31,6 +31,11 @@ class Given(msgspec.Struct, frozen=True):
     """The global rank of the member from which or to which all values go; None if there is none, or it is not known."""
 
     @property
+    def is_transfer(self) -> bool:
+        """True for a send or a receive."""
+        return self.kind in ("send", "recv")
+
+    @property
     def bytes(self) -> int:
         """The number of bytes on which all members must agree; 0 where they may differ, or it is not known."""
         bits = re.search(r"\d+", self.dtype)

@@ -81,6 +81,18 @@ def test_a_worker_that_comes_late_is_named_with_the_waits_and_the_line(notebook,
     assert wait["name"] == "all_reduce waits for worker1"
 
 
+def test_a_send_with_its_receive_has_a_bar(notebook):
+    cell = notebook.run(
+        "%%timeline\n%%remote\nimport time\nfor n in range(3):\n"
+        "    if rank == 0:\n        dist.send(torch.full((4,), float(n)), 1)\n"
+        "    else:\n        time.sleep(0.05)\n        dist.recv(torch.empty(4), 0)\n"
+    )
+    text = cell.displays[-1]["text/plain"]
+    assert "worker0 to worker1: 3 transfers; worker1 came last to 3. Furthest apart: worker0 send float32[4], " in text
+    assert "wait" not in line_of(text, "worker0")
+    assert "worker0 to worker1" in cell.displays[-1]["text/html"]
+
+
 def test_a_collective_that_hangs_is_drawn_to_the_end_and_says_who_is_missing(notebook):
     notebook.run("told = cluster.timeline()")
     waits = notebook.run("%%remote -a 0\ndist.all_reduce(torch.ones(3))")

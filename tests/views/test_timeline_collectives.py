@@ -5,7 +5,8 @@ import math
 import pytest
 
 from nbdist.cluster.group_history import Given
-from nbdist.cluster.worker.flight_recorder import CollectiveCall, CollectiveCalls, choose_calls
+from nbdist.cluster.worker.flight_recorder import CollectiveCall, CollectiveCalls, add_transfers, choose_calls
+from nbdist.cluster.worker.group_hooks import Issued
 from nbdist.views.drawing.gantt import Bar, fold
 from nbdist.views.timeline.collectives import join, say_gaps
 
@@ -95,9 +96,49 @@ def test_what_is_missing_is_told():
     }
     assert say_gaps(told, {**dict.fromkeys(told, 0.0), "worker0": 3.0}) == [
         "worker1,2: collectives are missing: TORCH_FR_BUFFER_SIZE=0 switches torch's recorder of them off",
-        "worker0,3: collectives before 2.50 s are missing: torch's recorder keeps the last ones, "
-        "as TORCH_FR_BUFFER_SIZE says",
+        "worker0,3: collectives before 2.50 s are missing: only the last ones are kept "
+        "(TORCH_FR_BUFFER_SIZE; 2000 transfers)",
     ]
+
+
+def transfers(rank, *issued, counts=(), since=0.0):
+    return add_transfers(CollectiveCalls([], rank, {}), issued, [*counts, *issued], since)
+
+
+def issued(kind, peer, number, at, tag=0):
+    return Issued(at, "0", kind == "send", peer, tag, number, Given(kind, "float32[4]", call=kind, place="In[3]:4"))
+
+
+def test_a_send_with_its_receive_is_one_bar():
+    told = [
+        transfers(0, issued("send", 1, 1, 1.0), issued("recv", 1, 1, 2.0), issued("send", 1, 1, 5.0, tag=7)),
+        transfers(1, issued("recv", 0, 1, 1.5), issued("send", 0, 1, 1.75), issued("recv", 0, 1, 6.0, tag=7)),
+    ]
+    found = joined(*told)
+    assert [(each.title, each.number, each.last, each.is_over) for each in found] == [
+        ("worker0 to worker1", 1, "worker1", True),
+        ("worker1 to worker0", 1, "worker0", True),
+        ("worker0 to worker1", 1, "worker1", True),
+    ]
+    assert str(found[0]) == (
+        "worker0 send float32[4], In[3]:4; worker1 recv float32[4], In[3]:4; worker1 came 500.0 ms later "
+        "(#1, worker0 to worker1)"
+    )
+
+
+def test_of_a_receive_without_its_send():
+    [found] = joined(transfers(0), transfers(1, issued("recv", 0, 3, 2.0)))
+    assert (found.end, found.is_over, found.missing) == (10.0, False, "worker0 had not come")
+    came_before = transfers(0, counts=[issued("send", 1, 3, 0.0)], since=1.0)
+    assert joined(came_before, transfers(1, issued("recv", 0, 3, 2.0))) == []
+    assert joined(transfers(0), transfers(1, issued("recv", -1, 1, 2.0))) == []  # from any member
+
+
+def test_transfers_that_are_not_kept_are_said():
+    many = [issued("send", 1, number, number * 0.01) for number in range(1, 2001)]
+    assert transfers(0, *many, since=0.0).missing_until == 0.01
+    assert transfers(0, *many[1:], since=0.0).missing_until is None
+    assert transfers(0, *many, since=5.0).missing_until is None
 
 
 def entry(record, number, at, *, group="0", is_p2p=False, ended=None):

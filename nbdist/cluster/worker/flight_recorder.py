@@ -21,7 +21,7 @@ import torch.distributed
 from nbdist.cluster.group_history import Given, GroupHistory, Wait
 from nbdist.cluster.whereabouts import say_place
 from nbdist.cluster.worker import roots
-from nbdist.cluster.worker.group_hooks import HOOKS, title_of
+from nbdist.cluster.worker.group_hooks import HOOKS, KEPT, Issued, title_of
 from nbdist.cluster.worker.roots import Root
 from nbdist.cluster.worker.wrapped_models import owner
 from nbdist.code_lines import CodeLine, users_lines
@@ -118,9 +118,9 @@ def decode(record: bytes, formed_at: int, groups: Iterable[GroupHistory]) -> lis
 
 
 class CollectiveCall(NamedTuple):
-    """A collective that this process has called. Times are of `time.monotonic`."""
+    """A collective, send or receive that this process has called. Times are of `time.monotonic`."""
 
-    group: str  # torch's name, which is the same on all members
+    group: str  # torch's name, which is the same on all members; for a transfer, with its members and tag
     title: str
     ranks: list[int]
     number: int  # of the collective in its group
@@ -153,7 +153,8 @@ def calls_since(since: float) -> CollectiveCalls:
     ranks = process_groups()
     groups = {name: (title_of(group) or f"group {name}", ranks[name]) for name, group in present.items()}
     ahead, rank = time.time() - time.monotonic(), torch.distributed.get_rank()
-    return choose_calls(flight_record(frames=True).get("entries", ()), groups, rank, since, ahead)
+    found = choose_calls(flight_record(frames=True).get("entries", ()), groups, rank, since, ahead)
+    return add_transfers(found, [each for each in HOOKS.issued if each.group in groups], HOOKS.counts(), since)
 
 
 def choose_calls(entries: Sequence[_Entry], groups: _Groups, rank: int, since: float, ahead: float) -> CollectiveCalls:
@@ -175,6 +176,24 @@ def choose_calls(entries: Sequence[_Entry], groups: _Groups, rank: int, since: f
             arrival = CollectiveCall(name, *groups[name], number, _given(entry), came, left, entry["retired"])
             found.setdefault((name, number), arrival)  # NCCL puts several operations together
     return CollectiveCalls(list(found.values()), rank, last, missing_until)
+
+
+def add_transfers(
+    calls: CollectiveCalls, issued: Sequence[Issued], counts: Sequence[Issued], since: float
+) -> CollectiveCalls:
+    """Return the calls with the sends and receives ``issued`` since a time; without those from any member. Pure."""
+
+    def call(each: Issued) -> CollectiveCall:
+        ranks = [calls.rank or 0, each.peer] if each.is_send else [each.peer, calls.rank or 0]
+        name = f"{each.group} {ranks} {each.tag}"
+        return CollectiveCall(name, "", ranks, each.number, each.given, each.came, each.came, is_over=True)
+
+    arrivals = [call(each) for each in issued if each.came >= since and each.peer >= 0]
+    last = {one.group: one.number for one in map(call, counts)}
+    missing_until = calls.missing_until
+    if len(issued) == KEPT and issued[0].came > since:
+        missing_until = max(missing_until or 0.0, issued[0].came)
+    return CollectiveCalls([*calls.arrivals, *arrivals], calls.rank, {**calls.last, **last}, missing_until)
 
 
 def _since(formed_at: int, entries: Sequence[Mapping[str, Any]]) -> tuple[list[Mapping[str, Any]], bool]:

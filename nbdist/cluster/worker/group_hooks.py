@@ -13,6 +13,7 @@ import contextlib
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from enum import IntEnum
 from functools import cache, partial, wraps
@@ -34,6 +35,7 @@ from nbdist.torch_private import groups_by_name, process_groups, watch_new_group
 
 _HOOK = 0x6E6264  # the number of our hooks of a group
 _OLDER = 7  # transfers of one kind that are kept, beside the newest
+KEPT = 2000  # sends and receives, for timelines
 _SAME_PASS = 0.01  # seconds within which the operations of a backward pass are noted once
 _TEXTS = 1000  # kinds of operations whose texts are kept
 # torch's names of the hooks, where they are not those of ``torch.distributed``.
@@ -57,11 +59,28 @@ class _Transfer(NamedTuple):
     root: int = -1
 
 
+class Issued(NamedTuple):
+    """One send or receive that this worker has issued."""
+
+    came: float
+    """When, by `time.monotonic`."""
+    group: str
+    is_send: bool
+    peer: int
+    """The global rank of the other member; -1 for a receive from any member."""
+    tag: int
+    number: int
+    """Among those with the same group, peer and tag."""
+    given: Given
+
+
 class GroupHooks:
     """The hooks of this worker's process groups. There is one for all, `HOOKS`, because torch's groups are global."""
 
     def __init__(self) -> None:
         self.transfers_called = 0
+        self.issued = deque[Issued](maxlen=KEPT)
+        """The last sends and receives."""
         # By group, of those that have formed since `follow`: by kind, the other's rank, and tag.
         self._transfers: dict[str, dict[object, Transfers]] = {}
         self._begun: dict[tuple[str, int], tuple[tuple[bool, int, int], Given]] = {}  # those that torch has not issued
@@ -81,7 +100,7 @@ class GroupHooks:
         if hasattr(group, "register_pre_hook"):
             watch_new_groups(self._hook)
         else:
-            watch_new_groups(lambda name, _: self._transfers.update({name: {}}))
+            watch_new_groups(lambda name, _: self._begin(name))
             for kind in ("send", "recv", "recv_anysource"):
                 setattr(group, kind, self._counted(kind[:4], getattr(group, kind)))
         return self._operations.file
@@ -102,8 +121,13 @@ class GroupHooks:
 
         return issue_counted
 
+    def _begin(self, name: str) -> None:
+        with self._counting:  # an earlier group of this name has been destroyed
+            self._transfers[name] = {}  # also to say that there are none
+            self.issued = deque((each for each in self.issued if each.group != name), KEPT)
+
     def _hook(self, name: str, group: Any) -> None:
-        self._transfers[name] = {}  # also to say that there are none; an earlier group of this name has been destroyed
+        self._begin(name)
         # Not with the group, which holds the hook, and would never end.
         group.register_pre_hook(_HOOK, partial(self._before, name))
 
@@ -159,7 +183,16 @@ class GroupHooks:
             of_group = self._transfers[group]
             before = of_group.get(key) or Transfers(*key, 0, [])
             of_group[key] = Transfers(*key, before.count + 1, [given, *before.newest[:_OLDER]])
+            self.issued.append(Issued(time.monotonic(), group, *key, before.count + 1, given))
             self.transfers_called += 1
+
+    def counts(self) -> list[Issued]:
+        """Return the last one of each group, kind, peer and tag, without its time."""
+        return [
+            Issued(0.0, group, each.is_send, each.peer, each.tag, each.count, each.newest[0])
+            for group, told in list(self._transfers.items())
+            for each in list(told.values())
+        ]
 
     def add_transfers(self, histories: Sequence[GroupHistory]) -> list[GroupHistory]:
         """Return the histories of this worker's groups with their sends and receives, as far as these are known."""

@@ -21,11 +21,11 @@ from nbdist.cluster.output.arranger import grouped, say_names
 from nbdist.cluster.worker.flight_recorder import CollectiveCall, CollectiveCalls
 
 _OFF = "collectives are missing: TORCH_FR_BUFFER_SIZE=0 switches torch's recorder of them off"
-_DROPPED = "collectives before {} are missing: torch's recorder keeps the last ones, as TORCH_FR_BUFFER_SIZE says"
+_DROPPED = "collectives before {} are missing: only the last ones are kept (TORCH_FR_BUFFER_SIZE; 2000 transfers)"
 
 
 class Collective(NamedTuple):
-    """A collective of several workers, with times in seconds since the recording began."""
+    """A collective of several workers, or a send with its receive. Times are in seconds since the recording began."""
 
     title: str
     number: int
@@ -39,13 +39,18 @@ class Collective(NamedTuple):
     """The members that have not come, or told nothing, in words; empty if all have come."""
 
     @property
+    def is_transfer(self) -> bool:
+        """True for a send with its receive."""
+        return next(iter(self.given.values())).is_transfer
+
+    @property
     def last(self) -> str:
         """The worker that came last; empty if not all are known to have come, or if there is only one."""
         return list(self.came)[-1] if len(self.came) > 1 and not self.missing else ""
 
     @property
     def waits(self) -> dict[str, float]:
-        """The seconds that each other worker waited for the last one, by its name; empty where `last` is."""
+        """The seconds that each other worker came before the last one, by its name; empty where `last` is."""
         others = list(self.came)[:-1] if self.last else []
         return {each: self.came[self.last] - self.came[each] for each in others}
 
@@ -54,7 +59,9 @@ class Collective(NamedTuple):
         said = [text if len(texts) == 1 else f"{say_names(who)} {text}" for text, who in texts.items()]
         waits = grouped(self.waits, lambda worker: duration(self.waits[worker]))
         waited = ", ".join(f"{say_names(who)} waited {text}" for text, who in waits.items())
-        said += [f"{self.last} came last: {waited}"] if waits else []
+        if waits:  # a member of a transfer need not wait for the other one
+            apart = duration(max(self.waits.values()))
+            said.append(f"{self.last} came {apart} later" if self.is_transfer else f"{self.last} came last: {waited}")
         said += [text for text in (self.missing, "" if self.is_over else "it had not ended") if text]
         return f"{'; '.join(said)} (#{self.number}, {self.title})"
 
@@ -77,15 +84,18 @@ def join(calls: Mapping[str, CollectiveCalls], begun: Mapping[str, float], secon
         one = next(iter(arrivals.values()))
         told = [names[rank] for rank in one.ranks if rank in names]
         others = [each for each in told if each not in arrivals]
-        if any(calls[each].last.get(one.group, math.inf) >= one.number for each in others):
+        unknown = 0 if one.given.is_transfer else math.inf  # all transfers are counted
+        if any(calls[each].last.get(one.group, unknown) >= one.number for each in others):
             continue
         title = one.title if alike[one.title] == 1 else f"{one.title} of {say_names(told)}"
+        if one.given.is_transfer:
+            title = " to ".join(names.get(rank, f"rank {rank}") for rank in one.ranks)
         silent = [f"rank {rank}" for rank in one.ranks if rank not in names]
         missing = [f"{say_names(others)} had not come"] if others else []
         missing += [f"nothing is known of {say_names(silent)}"] if silent else []
         came = {worker: each.came for worker, each in sorted(arrivals.items(), key=lambda item: item[1].came)}
         given = {worker: arrivals[worker].given for worker in calls if worker in arrivals}
-        is_over = all(each.is_over for each in arrivals.values())
+        is_over = all(each.is_over for each in arrivals.values()) and not (one.given.is_transfer and others)
         end = max(seconds * (not is_over), *came.values(), *(each.left for each in arrivals.values()))
         joined.append(Collective(title, one.number, given, came, end, is_over, "; ".join(missing)))
     return sorted(joined, key=lambda each: min(each.came.values()))

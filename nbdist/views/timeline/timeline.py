@@ -131,7 +131,7 @@ class Timeline:
         for call in self.collectives:
             name, start = next(iter(call.given.values())).name, min(call.came.values())
             self.noted.append(Noted(call.title, "collective", str(call), start, call.end, 0, name))
-            for worker, waited in call.waits.items():
+            for worker, waited in call.waits.items() if not call.is_transfer else ():
                 start, about = call.came[worker], (f"{name} waits for {call.last}", call.given[worker].place)
                 self.noted.append(Noted(worker, "wait", about[0], start, start + waited, 0, "waits", place=about[1]))
 
@@ -225,8 +225,9 @@ class Timeline:
             late = Counter(each.last for each in own if each.last)
             often = "".join(f"; {worker} came last to {count}" for worker, count in late.most_common(3))
             longest = max(own, key=lambda each: (not each.is_over, max(each.waits.values(), default=0.0)))
-            label = "Not ended" if not longest.is_over else "The longest wait" if longest.waits else "For example"
-            lines.append(f"{title}: {counted(len(own), 'collective')}{often}. {label}: {longest}")
+            kind, apart = ("transfer", "Furthest apart") if longest.is_transfer else ("collective", "The longest wait")
+            label = "Not ended" if not longest.is_over else apart if longest.waits else "For example"
+            lines.append(f"{title}: {counted(len(own), kind)}{often}. {label}: {longest}")
         return lines + self.gaps
 
     def to_perfetto(self) -> dict[str, Any]:
