@@ -154,7 +154,8 @@ def calls_since(since: float) -> CollectiveCalls:
     groups = {name: (title_of(group) or f"group {name}", ranks[name]) for name, group in present.items()}
     ahead, rank = time.time() - time.monotonic(), torch.distributed.get_rank()
     found = choose_calls(flight_record(frames=True).get("entries", ()), groups, rank, since, ahead)
-    return add_transfers(found, [each for each in HOOKS.issued if each.group in groups], HOOKS.counts(), since)
+    issued = [each for each in list(HOOKS.issued) if each.group in groups]  # a copy: the main thread may issue more
+    return add_transfers(found, issued, HOOKS.counts(), since)
 
 
 def choose_calls(entries: Sequence[_Entry], groups: _Groups, rank: int, since: float, ahead: float) -> CollectiveCalls:
