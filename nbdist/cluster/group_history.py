@@ -12,6 +12,9 @@ import re
 
 import msgspec
 
+TRANSFERS = ("send", "recv")
+"""The kinds of operations of two members."""
+
 
 class Given(msgspec.Struct, frozen=True):
     """A kind of collective, with the tensors that a member gave to it."""
@@ -29,11 +32,6 @@ class Given(msgspec.Struct, frozen=True):
     """The line of the user's code that called it, such as ``In[7]:12``; empty where it is not known."""
     root: int | None = None
     """The global rank of the member from which or to which all values go; None if there is none, or it is not known."""
-
-    @property
-    def is_transfer(self) -> bool:
-        """True for a send or a receive."""
-        return self.kind in ("send", "recv")
 
     @property
     def bytes(self) -> int:

@@ -24,7 +24,7 @@ import torch.distributed
 from msgspec.structs import replace
 
 from nbdist.autograd.watching.node_hooks import come_to_collective
-from nbdist.cluster.group_history import Given, GroupHistory, Transfers
+from nbdist.cluster.group_history import TRANSFERS, Given, GroupHistory, Transfers
 from nbdist.cluster.processes.last_operations import LastOperations
 from nbdist.cluster.whereabouts import say_place
 from nbdist.cluster.worker import gloo
@@ -40,7 +40,6 @@ _SAME_PASS = 0.01  # seconds within which the operations of a backward pass are 
 _TEXTS = 1000  # kinds of operations whose texts are kept
 # torch's names of the hooks, where they are not those of ``torch.distributed``.
 _NAMES = {"allreduce": "all_reduce", "allgather": "all_gather", "alltoall": "all_to_all"}
-_TRANSFERS = ("send", "recv")
 _NAMES_OF_TRANSFERS = ("tensors", "dstRank", "srcRank", "tag")  # of the arguments of torch's methods
 _TITLES = {"default_pg": "default group", "undefined": ""}
 _MESH = "mesh_"  # begins the description of a group that is a dimension of a DeviceMesh
@@ -145,7 +144,7 @@ class GroupHooks:
                 tensors, self._pass, self._pass_noted = [], id(called), now
             kind = self._known(group, operation, tensors, called)
             self._operations.note(now, kind[2])
-            if kind[0].kind in _TRANSFERS:
+            if kind[0].kind in TRANSFERS:
                 is_first = not self._transfers[group]
                 # torch's hooks do not know the tag, but the frame of its `isend` or `irecv` does.
                 frame = called or _main_frame()
@@ -242,7 +241,7 @@ def _say(operation: Any, group: str, tensors: Any, called: FrameType | None) -> 
     call, place = say_place(called) or ("", "")
     call = call.removeprefix("dist.").partition("(")[0] if call.startswith("dist.") else ""  # not ``loss.backward()``
     given = Given(_NAMES.get(name, name), "".join(said), call=call, place=place)
-    peer = process_groups()[group][operation.root] if name in _TRANSFERS and operation.root >= 0 else -1
+    peer = process_groups()[group][operation.root] if name in TRANSFERS and operation.root >= 0 else -1
     to = f" {'to' if name == 'send' else 'from'} rank {peer}" if peer >= 0 else ""
     return given, peer, f"{given.text}{to}".encode()
 

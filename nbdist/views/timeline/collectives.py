@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from nbdist.amounts import duration, size
-from nbdist.cluster.group_history import Given
+from nbdist.cluster.group_history import TRANSFERS, Given
 from nbdist.cluster.output.arranger import grouped, say_names
 from nbdist.cluster.worker.flight_recorder import CollectiveCall, CollectiveCalls
 
@@ -41,7 +41,7 @@ class Collective(NamedTuple):
     @property
     def is_transfer(self) -> bool:
         """True for a send with its receive."""
-        return next(iter(self.given.values())).is_transfer
+        return next(iter(self.given.values())).kind in TRANSFERS
 
     @property
     def last(self) -> str:
@@ -84,18 +84,19 @@ def join(calls: Mapping[str, CollectiveCalls], begun: Mapping[str, float], secon
         one = next(iter(arrivals.values()))
         told = [names[rank] for rank in one.ranks if rank in names]
         others = [each for each in told if each not in arrivals]
-        unknown = 0 if one.given.is_transfer else math.inf  # all transfers are counted
+        is_transfer = one.given.kind in TRANSFERS
+        unknown = 0 if is_transfer else math.inf  # all transfers are counted
         if any(calls[each].last.get(one.group, unknown) >= one.number for each in others):
             continue
         title = one.title if alike[one.title] == 1 else f"{one.title} of {say_names(told)}"
-        if one.given.is_transfer:
+        if is_transfer:
             title = " to ".join(names.get(rank, f"rank {rank}") for rank in one.ranks)
         silent = [f"rank {rank}" for rank in one.ranks if rank not in names]
         missing = [f"{say_names(others)} had not come"] if others else []
         missing += [f"nothing is known of {say_names(silent)}"] if silent else []
         came = {worker: each.came for worker, each in sorted(arrivals.items(), key=lambda item: item[1].came)}
         given = {worker: arrivals[worker].given for worker in calls if worker in arrivals}
-        is_over = all(each.is_over for each in arrivals.values()) and not (one.given.is_transfer and others)
+        is_over = all(each.is_over for each in arrivals.values()) and not (is_transfer and others)
         end = max(seconds * (not is_over), *came.values(), *(each.left for each in arrivals.values()))
         joined.append(Collective(title, one.number, given, came, end, is_over, "; ".join(missing)))
     return sorted(joined, key=lambda each: min(each.came.values()))
