@@ -12,6 +12,7 @@ from helpers.models import swarm_models
 import nbdist
 from nbdist.errors import UsageError
 from nbdist.swarm import model_cache, serve
+from nbdist.swarm.client.crew import Gone
 from nbdist.swarm.directory.routing import NoRoute
 from nbdist.testing import World
 
@@ -214,6 +215,39 @@ def test_a_session_whose_move_failed_is_replayed_at_once_and_nobody_is_banned(wo
     found, expected = remote(ids[:, :1], past_key_values=cache), model(ids[:, :1], past_key_values=own)
     assert torch.equal(found.logits, expected.logits)
     assert set(swarm.states.values()) == {"online"}
+    swarm.close()
+
+
+@torch.no_grad()
+def test_caches_that_a_failed_recovery_has_begun_anew_do_not_move(world, monkeypatch):
+    """worker1 loses some blocks, stays in the route with the others, and gets the steps again; then worker2 dies."""
+    model = swarm_models.make("llama")
+    swarm = serve(model, workers=[1, 2], spans=[(0, 6), (3, 6)])
+    remote = swarm.causal_lm()
+    ids = swarm_models.one()["input_ids"]
+    own, cache = (model_cache.new_cache(each.config) for each in (model, remote))
+    for part in (ids[:, :3], ids[:, 3:5]):
+        model(part, past_key_values=own)
+        remote(part, past_key_values=cache)
+    session = cache.nbdist[1]
+    assert session.route == [("worker1", 0, 6)]
+    done = []
+
+    def again(session, *args):
+        if done:  # of two steps, the first
+            monkeypatch.undo()
+            swarm.join("worker3", 0, 6)
+            swarm.crew.forsake(swarm.crew.member("worker2"), "died")
+            raise Gone("worker2")
+        done.append(args)
+        return step(session, *args)
+
+    step = type(session)._step_of_lost_part
+    monkeypatch.setattr(type(session), "_step_of_lost_part", again)
+    swarm.move(3, 6, "worker2")
+    assert "2 steps again" in "\n".join(swarm.log)
+    found, expected = remote(ids[:, 5:6], past_key_values=cache), model(ids[:, 5:6], past_key_values=own)
+    assert torch.equal(found.logits, expected.logits)
     swarm.close()
 
 

@@ -70,8 +70,15 @@ class _Part:
     cache: int = 0  # bytes that the server has reserved for the span, as of its last reply
     # True if the server may have computed something for the session, so that its caches may not be empty.
     used: bool = False
+    # False once servers have been opened in its place: one of them may be this server, whose caches begin anew.
+    intact: bool = True
     # The part to which the server has been told to push its output.
     linked: _Part | None = field(default=None, repr=False)
+
+    @property
+    def serves(self) -> bool:
+        """True if the server has all blocks of the span, and the session's caches."""
+        return self.intact and self.member.has(self.span, time.monotonic())
 
 
 class Session:
@@ -214,7 +221,7 @@ class Session:
                 if part not in sent:
                     # A server that lacks a block must not get the step: it could compute only a part of it.
                     for number, each in enumerate(self._parts[at:], at):
-                        if not each.member.has(each.span, time.monotonic()):
+                        if not each.serves:
                             lost = number
                             raise Gone(each.member.name)
                     sent = self._send(at, step, hidden)
@@ -364,7 +371,7 @@ class Session:
 
         Possible while the old server answers and one other server has all blocks of the span.
         """
-        if not part.used or not part.member.there or part.member.is_banned(time.monotonic()):
+        if not (part.used and part.intact and part.member.there) or part.member.is_banned(time.monotonic()):
             return None
         crew = self._crew
         (span, member), *others = crew.way(part.span.begin, part.span.end)
@@ -384,6 +391,7 @@ class Session:
         """Open a span on other servers and replay its history there; return the spans that replace it."""
         began = time.perf_counter()
         history = gone.history
+        gone.intact = False
         parts = self._open_on_a_route(gone.span.begin, gone.span.end)
         how = "nothing to do again"
         if self.recover == "fast" and len(history.steps) > 1 and self._at_once(gone, parts):
@@ -446,7 +454,7 @@ class Session:
             if self._refusal:
                 return
             try:
-                for part in [part for part in self._parts if not part.member.has(part.span, time.monotonic())]:
+                for part in [part for part in self._parts if not part.serves]:
                     try:
                         with self._crew.working():
                             self._replace(self._parts.index(part))
