@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import queue
 import threading
@@ -57,6 +58,7 @@ class _Post:
         self.refused = 0
         """The number of messages that were dropped, or for which ``take`` has raised an error."""
         self._take, self._tick = take, tick
+        self._sent_at = -math.inf  # the time of the last message
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.socket = self._context.socket(kind)
         for option, value in {zmq.LINGER: _LINGER_MS, zmq.HANDSHAKE_IVL: _HANDSHAKE_MS, **options}.items():
@@ -105,8 +107,8 @@ class _Post:
         self._free()
 
     def _drain(self) -> None:
-        """Drop what still comes: a connection that ends with unread bytes may lose what was sent last."""
-        end = time.monotonic() + _LINGER_MS / 1000
+        """Drop what still comes: a connection that ends with unread bytes may lose what was sent just now."""
+        end = self._sent_at + _LINGER_MS / 1000
         while (left := end - time.monotonic()) > 0:
             with contextlib.suppress(Exception):  # whatever a stranger's bytes cause
                 if self.socket.poll(int(left * 1000) + 1):
@@ -117,6 +119,7 @@ class _Post:
         while not self._leaving.empty():
             if not (parts := self._leaving.get()):
                 return False
+            self._sent_at = time.monotonic()
             with contextlib.suppress(zmq.ZMQError, MemoryError):  # the other end may have left meanwhile
                 self.socket.send_multipart(parts, zmq.NOBLOCK)
         return True

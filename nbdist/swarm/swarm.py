@@ -309,9 +309,12 @@ class Swarm:
 
         Clients get a WorkerLost that says so. Invitations that another process has made stay valid.
         """
+        return self._close_doors("the invitation was revoked")
+
+    def _close_doors(self, why: str) -> int:
         doors, self._doors = self._doors, []
         for door in doors:
-            door.close("the invitation was revoked")
+            door.close(why)
         return len(doors)
 
     def address(self) -> str:
@@ -336,8 +339,7 @@ class Swarm:
         if not self.ended:
             self._closed = self._describe_members()
         self.crew.closed = True  # first: what fails from now on in other threads says that the swarm is closed
-        for door in self._doors:
-            door.close()
+        self._close_doors("the swarm was closed")
         with contextlib.suppress(NbdistError):  # RPC may have ended
             self.crew.note_usage(self.crew.incarnation, {})
         self._placer.close()

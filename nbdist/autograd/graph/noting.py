@@ -247,7 +247,7 @@ class _Noting(TorchFunctionMode):
         kwargs = kwargs or {}
         if torch.compiler.is_compiling() or self.is_over:  # compile the user's code without ours
             return func(*args, **kwargs)
-        is_innermost = _thread.noting is self  # else the block inside of it notes: twice, its reading would be a user's
+        is_innermost = _thread.noting is self  # the outer block would take the inner one's look at nodes for a user's
         notes = self._lines and is_innermost and self.is_wanted()
         self.has_gaps |= is_innermost and not notes
         run, check = _call_and_note if notes else _call_unnoted, self.check

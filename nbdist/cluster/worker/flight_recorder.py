@@ -154,8 +154,7 @@ def calls_since(since: float) -> CollectiveCalls:
     groups = {name: (title_of(group) or f"group {name}", ranks[name]) for name, group in present.items()}
     ahead, rank = time.time() - time.monotonic(), torch.distributed.get_rank()
     found = choose_calls(flight_record(frames=True).get("entries", ()), groups, rank, since, ahead)
-    issued = [each for each in list(HOOKS.issued) if each.group in groups]  # a copy: the main thread may issue more
-    return add_transfers(found, issued, HOOKS.counts(), since)
+    return add_transfers(found, list(HOOKS.issued), HOOKS.counts(), since)  # a copy: the main thread may issue more
 
 
 def choose_calls(entries: Sequence[_Entry], groups: _Groups, rank: int, since: float, ahead: float) -> CollectiveCalls:

@@ -101,7 +101,7 @@ class Doorkeeper:
         self.invitation = ClientInvitation(self._door.address, self._door.key, secrets.token_urlsafe(32))
         self._forget = journal.listen(self._tell)
 
-    def close(self, why: str = "the swarm was closed") -> None:
+    def close(self, why: str) -> None:
         """End all links, whose clients are told ``why``, and listen no more."""
         self._forget()
         for who in list(self._links):
